@@ -1,0 +1,18 @@
+"""Gated linear recurrences (linear attention) in JAX."""
+
+from importlib.metadata import version as _version
+
+from ._method.auto import Auto as Auto
+from ._method.base import AbstractMethod as AbstractMethod
+from ._method.chunked import Chunked as Chunked
+from ._method.scan import Scan as Scan, step as step
+from ._method.segmented import Segmented as Segmented
+from ._recurrent import (
+    lightning_attn as lightning_attn,
+    lightning_decay as lightning_decay,
+    recurrent as recurrent,
+    recurrent_gla as recurrent_gla,
+)
+
+
+__version__ = _version("linrec")

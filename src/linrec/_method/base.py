@@ -1,0 +1,26 @@
+import abc
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from .._inputs import Inputs
+
+
+class AbstractMethod(eqx.Module):
+    """A way to run the recurrence. Small, immutable, carries its own options."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, inputs: Inputs
+    ) -> tuple[
+        Float[Array, "batch seq heads value"], Float[Array, "batch num_seqs heads key value"]
+    ]:
+        """Runs the recurrence on inputs in canonical form.
+
+        **Returns:** the output, in the value's dtype, and the final states, in the state's dtype.
+        """
+
+    def unsupported(self, inputs: Inputs) -> str | None:
+        """Why this method cannot run `inputs`, or `None` if it can."""
+        del inputs
+        return None

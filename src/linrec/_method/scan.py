@@ -1,0 +1,127 @@
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._inputs import canonicalise, Inputs
+from .._types import State
+from .._varlen import sequence_of_token
+from .base import AbstractMethod
+
+
+class Scan(AbstractMethod):
+    """The definition: one token after the other.
+
+    A `jax.lax.scan` of [`linrec.step`][]. Slow, and its gradient keeps the state of every token;
+    everything else is tested against it. It is the method that has forward-mode derivatives
+    (`jax.jvp`, `jax.jacfwd`, `jax.linearize`).
+    """
+
+    def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
+        T = inputs.q.shape[1]
+        sequence = sequence_of_token(inputs.cu_seqlens, T)
+        xs = (sequence, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), _tokens(inputs)))
+        # One row of the table per sequence; padding writes to a row that nobody reads.
+        padding = ((0, 0), (0, 1), (0, 0), (0, 0), (0, 0))
+        table = jnp.pad(inputs.initial_state, padding)
+        g_gamma = inputs.g_gamma
+        if g_gamma is not None:
+            g_gamma = jnp.pad(g_gamma, padding[:3])
+        N = table.shape[1] - 1
+
+        def body(table, x):
+            n, token = x
+            gamma = None if g_gamma is None else g_gamma[:, n]
+            o, h = _step(table[:, n], token, gamma, inputs.scale, inputs.precision)
+            return table.at[:, n].set(h), jnp.where(n < N, o, jnp.zeros_like(o))
+
+        table, output = jax.lax.scan(body, table, xs, reverse=inputs.reverse)
+        return jnp.moveaxis(output, 0, 1), table[:, :N]
+
+
+def step(
+    state: State,
+    query: Float[Array, "*batch heads key"],
+    key: Float[Array, "*batch kv_heads key"],
+    value: Float[Array, "*batch kv_heads value"],
+    g: Float[Array, "*batch heads"] | Float[Array, "*batch heads key"] | None = None,
+    g_gamma: Float[Array, "*#batch heads"] | None = None,
+    gk: Float[Array, "*batch heads key"] | None = None,
+    gv: Float[Array, "*batch heads value"] | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+) -> tuple[Float[Array, "*batch heads value"], State]:
+    r"""One token of the recurrence: what a decoder calls.
+
+    $$h_t = e^{a_t} h_{t-1} e^{c_t} + k_t v_t^\top, \qquad o_t = \text{scale} \cdot q_t^\top h_t$$
+
+    !!! example
+
+        ```python
+        import jax.numpy as jnp
+        import linrec
+
+        state = jnp.zeros((4, 64, 32))  # heads, key, value
+        q = k = jnp.ones((4, 64))
+        v = jnp.ones((4, 32))
+        o, state = linrec.step(state, q, k, v, g=jnp.full((4,), -0.1))
+        ```
+
+    **Arguments:** as those of [`linrec.recurrent`][] without the `seq` axis: `query` is
+    `(heads, key)` or `(batch, heads, key)`, and so on. `state` is what `recurrent` or `step`
+    returned, or zeros.
+
+    **Returns:** `(output, state)`.
+    """
+
+    if jnp.ndim(query) not in (2, 3):
+        raise ValueError(
+            "`linrec.step(..., query=...)` expects one token, (heads, key) or (batch, heads, key), "
+            f"but has shape {jnp.shape(query)}. For whole sequences call `linrec.recurrent`."
+        )
+
+    def with_seq(x: Any, axis: int) -> Any:
+        return None if x is None else jnp.expand_dims(x, axis)
+
+    per_head = g is not None and jnp.ndim(g) < jnp.ndim(query)
+    inputs, layout = canonicalise(
+        "linrec.step",
+        with_seq(query, -3),
+        with_seq(key, -3),
+        with_seq(value, -3),
+        with_seq(g, -2 if per_head else -3),
+        g_gamma,
+        with_seq(gk, -3),
+        with_seq(gv, -3),
+        softmax_scale,
+        state,
+        False,
+        None,
+    )
+    token = jax.tree.map(lambda x: x[:, 0], _tokens(inputs))
+    gamma = None if inputs.g_gamma is None else inputs.g_gamma[:, 0]
+    o, h = _step(inputs.initial_state[:, 0], token, gamma, inputs.scale, inputs.precision)
+    o, h = layout.restore(o[:, None], h[:, None])
+    return jnp.squeeze(o, -3), h
+
+
+def _tokens(inputs: Inputs):
+    return inputs.q, inputs.k, inputs.v, inputs.g, inputs.gk, inputs.gv
+
+
+def _step(h, token, g_gamma, scale, precision):
+    """One token of every row: `h` is `(B, H, K, V)`, `q` is `(B, H, K)`, `scale` is `(B,)`."""
+    q, k, v, g, gk, gv = token
+    wide = lambda x: x.astype(h.dtype)
+    # Gates add up before `exp`: their sum may be harmless where one of them is not.
+    over_key = [wide(x)[..., None, None] for x in (g, g_gamma) if x is not None]
+    over_key += [] if gk is None else [wide(gk)[..., None]]
+    if over_key:
+        h = h * jnp.exp(sum(over_key[1:], start=over_key[0]))
+    if gv is not None:
+        h = h * jnp.exp(wide(gv))[..., None, :]
+    groups = h.shape[1] // k.shape[1]
+    k, v_of_head = (jnp.repeat(wide(x), groups, axis=1) for x in (k, v))
+    h = h + k[..., None] * v_of_head[..., None, :]
+    q = wide(q) * scale[:, None, None]
+    return jnp.einsum("bhk,bhkv->bhv", q, h, precision=precision).astype(v.dtype), h

@@ -1,0 +1,206 @@
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ._inputs import canonicalise
+from ._method.auto import Auto
+from ._method.base import AbstractMethod
+from ._method.segmented import Segmented
+from ._types import (
+    CuSeqlens,
+    FixedGate,
+    Key,
+    KeyGate,
+    Output,
+    Query,
+    ScalarGate,
+    State,
+    Value,
+    ValueGate,
+)
+
+
+def recurrent(
+    query: Query,
+    key: Key,
+    value: Value,
+    g: ScalarGate | KeyGate | None = None,
+    g_gamma: FixedGate | None = None,
+    gk: KeyGate | None = None,
+    gv: ValueGate | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: State | None = None,
+    reverse: bool = False,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    chunk_size: int | None = None,
+    method: AbstractMethod | None = None,
+) -> tuple[Output, State]:
+    r"""The gated linear recurrence, also known as (gated) linear attention.
+
+    For every row of the batch and every head, with a state $h$ of shape `(key, value)`:
+
+    $$h_t = \operatorname{diag}(e^{a_t})\, h_{t-1} \operatorname{diag}(e^{c_t}) + k_t v_t^\top,
+    \qquad o_t = \text{scale} \cdot q_t^\top h_t$$
+
+    where $a_t$ = `g` + `g_gamma` + `gk` and $c_t$ = `gv` are the logarithms of the decay. Gates may
+    be any float: `-inf` forgets the past exactly, positive gates let it grow.
+
+    !!! example
+
+        ```python
+        import jax
+        import jax.numpy as jnp
+        import linrec
+
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1024, 4, 64))
+        gates = jax.nn.log_sigmoid(jax.random.normal(jax.random.key(1), k.shape)) / 16
+        o, state = linrec.recurrent(q, k, v, gk=gates)  # (2, 1024, 4, 64), (2, 4, 64, 64)
+        ```
+
+    **Arguments:**
+
+    - `query`: `(batch, seq, heads, key)`, or `(seq, heads, key)` without a batch; then all other
+        arguments lack the batch axis too.
+    - `key`: `(batch, seq, kv_heads, key)`. `kv_heads` divides `heads` (grouped heads).
+    - `value`: `(batch, seq, kv_heads, value)`.
+    - `g`: log-decay per token, `(batch, seq, heads)`, or per token and key channel,
+        `(batch, seq, heads, key)`.
+    - `g_gamma`: log-decay that is the same for all tokens, `(heads,)` or `(batch, heads)`; with
+        `cu_seqlens`, `(heads,)` or `(num_seqs, heads)`.
+    - `gk`: log-decay per token and key channel, `(batch, seq, heads, key)`.
+    - `gv`: log-decay per token and value channel, `(batch, seq, heads, value)`.
+    - `softmax_scale`: what the output is multiplied with. Defaults to `1 / sqrt(key)`.
+    - `initial_state`: `(batch, heads, key, value)`; with `cu_seqlens`,
+        `(num_seqs, heads, key, value)`. Defaults to zeros.
+    - `reverse`: run each sequence from its last token to its first.
+    - `cu_seqlens`: `(num_seqs + 1,)` boundaries of sequences that are packed along `seq`, with
+        batch 1 or no batch axis. May be traced: one compilation serves every packing of the same
+        sizes. Sequences may be empty. Tokens after the last boundary are padding, with output 0.
+    - `chunk_size`: bounds the memory of the backward pass: runs, and later differentiates, the
+        sequence in pieces of this many tokens. See [`linrec.Segmented`][].
+    - `method`: which implementation to run. Defaults to [`linrec.Auto`][].
+
+    **Returns:** `(output, final_state)`. The output has shape `(batch, seq, heads, value)` and the
+    value's dtype. The final state has the shape of `initial_state`; it is float32, or float64 if
+    `query`, `key` or `value` is.
+
+    **Raises:** `ValueError` or `TypeError` for arguments that do not fit together;
+    `NotImplementedError` if `method` cannot run them. Values of `cu_seqlens` are checked when the
+    program runs, with `equinox.error_if`.
+    """
+    method = _check_method(method, chunk_size)
+    inputs, layout = canonicalise(
+        "linrec.recurrent",
+        query,
+        key,
+        value,
+        g,
+        g_gamma,
+        gk,
+        gv,
+        softmax_scale,
+        initial_state,
+        reverse,
+        cu_seqlens,
+    )
+    problem = method.unsupported(inputs)
+    if problem is not None:
+        raise NotImplementedError(f"`linrec.recurrent(..., method={method})`: {problem}")
+    return layout.restore(*method(inputs))
+
+
+def recurrent_gla(
+    query: Query,
+    key: Key,
+    value: Value,
+    g: ScalarGate | KeyGate | None = None,
+    g_gamma: FixedGate | None = None,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: State | None = None,
+    reverse: bool = False,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    chunk_size: int | None = None,
+    method: AbstractMethod | None = None,
+) -> tuple[Output, State]:
+    """Gated linear attention ([arXiv:2312.06635](https://arxiv.org/abs/2312.06635)).
+
+    [`linrec.recurrent`][] without `gk` and `gv`: `g` holds the gates, per token
+    `(batch, seq, heads)` or per token and key channel `(batch, seq, heads, key)`.
+
+    **Arguments** and **returns:** as [`linrec.recurrent`][].
+    """
+    return recurrent(
+        query,
+        key,
+        value,
+        g=g,
+        g_gamma=g_gamma,
+        softmax_scale=softmax_scale,
+        initial_state=initial_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        method=method,
+    )
+
+
+def lightning_attn(
+    query: Query,
+    key: Key,
+    value: Value,
+    layer_idx: int,
+    num_layers: int,
+    softmax_scale: float | Float[Array, ""] | None = None,
+    initial_state: State | None = None,
+    reverse: bool = False,
+    cu_seqlens: CuSeqlens | None = None,
+    *,
+    chunk_size: int | None = None,
+    method: AbstractMethod | None = None,
+) -> tuple[Output, State]:
+    """Lightning attention ([arXiv:2401.04658](https://arxiv.org/abs/2401.04658)).
+
+    [`linrec.recurrent`][] with a fixed decay per head, weaker in later layers: head `h` of `H` in
+    layer `l` of `L` has `g_gamma[h] = -(8 / H) * (1 - l / L) * h`.
+
+    **Arguments:** `layer_idx` and `num_layers` are `l`, counted from 0, and `L`. The others, and
+    what is **returned**, are as in [`linrec.recurrent`][].
+    """
+    heads = jnp.shape(query)[-2] if jnp.ndim(query) >= 2 else 1
+    return recurrent(
+        query,
+        key,
+        value,
+        g_gamma=lightning_decay(heads, layer_idx, num_layers),
+        softmax_scale=softmax_scale,
+        initial_state=initial_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        method=method,
+    )
+
+
+def lightning_decay(heads: int, layer_idx: int, num_layers: int) -> Float[Array, " heads"]:
+    """The log-decays of [`linrec.lightning_attn`][]."""
+    if not 0 <= layer_idx < num_layers:
+        raise ValueError(
+            "`linrec.lightning_attn(..., layer_idx=..., num_layers=...)` expects a layer counted "
+            f"from 0 below `num_layers`, but got {layer_idx} of {num_layers}."
+        )
+    return -(8 / heads) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=jnp.float32)
+
+
+def _check_method(method: Any, chunk_size: Any) -> AbstractMethod:
+    if method is None:
+        method = Auto()
+    if not isinstance(method, AbstractMethod):
+        hint = f" Did you mean `{method.__name__}()`?" if isinstance(method, type) else ""
+        raise ValueError(
+            "`linrec.recurrent(..., method=...)` expects one of `linrec.Auto()`, `linrec.Scan()`, "
+            f"`linrec.Chunked()`, `linrec.Segmented(...)`, but got {method!r}.{hint}"
+        )
+    return method if chunk_size is None else Segmented(chunk_size, method)

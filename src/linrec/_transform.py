@@ -1,0 +1,59 @@
+"""How a method behaves under `jax.vmap` and under differentiation."""
+
+import jax
+import jax.numpy as jnp
+
+
+def fold_vmap(function, differentiable=None):
+    """Makes `jax.vmap` of `function` one call with a larger batch.
+
+    `function(rows, shared)` takes and returns pytrees of arrays; all but those in `shared` have the
+    batch axis first. A plain `vmap` would turn a branch that is taken or left at run time into one
+    that is always taken. Where `shared` itself is mapped over, the calls run one after the other.
+
+    The result can be differentiated in reverse, again and again; where `function` itself cannot,
+    `differentiable` is the same function in a form that can.
+    """
+
+    @jax.custom_batching.custom_vmap
+    def call(rows, shared):
+        return function(rows, shared)
+
+    @call.def_vmap
+    def rule(size, is_mapped, rows, shared):
+        rows = jax.tree.map(
+            lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape)),
+            rows,
+            is_mapped[0],
+        )
+        if any(jax.tree.leaves(is_mapped[1])):
+            shared = jax.tree.map(
+                lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape)),
+                shared,
+                is_mapped[1],
+            )
+            out = jax.lax.map(lambda x: call(*x), (rows, shared))
+        else:
+            out = call(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows), shared)
+            out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    @jax.custom_vjp
+    def call_with_vjp(rows, shared):
+        return call(rows, shared)
+
+    def forward(rows, shared):
+        return call(rows, shared), (rows, shared)
+
+    def backward(residuals, cotangents):
+        rows, shared = residuals
+
+        def pull_back(rows_and_cotangents, shared):
+            rows, cotangents = rows_and_cotangents
+            forward = lambda rows: (differentiable or function)(rows, shared)
+            return jax.vjp(forward, rows)[1](cotangents)[0]
+
+        return fold_vmap(pull_back)((rows, cotangents), shared), None
+
+    call_with_vjp.defvjp(forward, backward)
+    return call_with_vjp

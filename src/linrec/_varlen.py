@@ -1,0 +1,64 @@
+"""Where the chunks of packed sequences lie."""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+
+class Chunks(NamedTuple):
+    """Chunk `c` holds the tokens `low[c] <= t < high[c]` of sequence `sequence[c]`.
+
+    It is read through the window of `size` tokens that begins at `start[c]`. The window may reach
+    over its chunk at either end, never over the sequence axis. Chunks are in order of time; those
+    from `used` on are empty.
+    """
+
+    sequence: Int[Array, " chunks"]
+    start: Int[Array, " chunks"]
+    low: Int[Array, " chunks"]
+    high: Int[Array, " chunks"]
+    used: Int[Array, ""]
+
+    def __len__(self) -> int:
+        return self.sequence.shape[0]
+
+
+def plan_chunks(
+    cu_seqlens: Int[Array, " num_seqs+1"] | None, T: int, size: int, reverse: bool
+) -> Chunks:
+    """Gives every sequence whole chunks of its own.
+
+    The number of chunks depends on shapes only, so that one compilation serves every packing: `N`
+    sequences need at most `T // size + N`.
+    """
+    if cu_seqlens is None:
+        number = -(-T // size)
+        cu_seqlens = jnp.array([0, T], jnp.int32)
+    else:
+        number = T // size + cu_seqlens.shape[0] - 1
+    begin, end = cu_seqlens[:-1], cu_seqlens[1:]
+    last = jnp.cumsum(-(-(end - begin) // size))  # one past the last chunk of each sequence
+    index = jnp.arange(number, dtype=jnp.int32)
+    sequence = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
+    spare = sequence == begin.shape[0]
+    sequence = jnp.minimum(sequence, begin.shape[0] - 1)
+    first = jnp.concatenate([jnp.zeros((1,), last.dtype), last[:-1]])
+    offset = (index - first[sequence]).astype(jnp.int32) * size
+    if reverse:
+        high = end[sequence] - offset
+        low = jnp.maximum(high - size, begin[sequence])
+        start = jnp.maximum(high - size, 0)
+    else:
+        low = begin[sequence] + offset
+        high = jnp.minimum(low + size, end[sequence])
+        start = jnp.minimum(low, T - size)
+    high = jnp.where(spare, low, high)
+    return Chunks(sequence, jnp.where(spare, 0, start), low, high, last[-1])
+
+
+def sequence_of_token(cu_seqlens: Int[Array, " num_seqs+1"] | None, T: int) -> Int[Array, " seq"]:
+    """Which sequence each token belongs to; `N` for the padding after the last."""
+    if cu_seqlens is None:
+        return jnp.zeros((T,), jnp.int32)
+    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T), side="right").astype(jnp.int32)
