@@ -1,0 +1,148 @@
+"""The launches of the forward pass."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+from jaxtyping import Array, Float, Int
+
+from .._inputs import Inputs
+from .call import call
+from .config import fit, KernelConfig
+from .pairs import pairs_kernel
+from .walk import walk_kernel
+
+
+class Launch(NamedTuple):
+    """How kernels are launched; what they share."""
+
+    config: KernelConfig
+    input_precision: str
+    compute_capability: int
+    interpret: bool
+
+    def on_target(self, warps: int) -> dict[str, Any]:
+        return dict(
+            warps=warps,
+            stages=self.config.stages,
+            compute_capability=self.compute_capability,
+            interpret=self.interpret,
+        )
+
+
+class Problem(NamedTuple):
+    """The sizes of a problem, and the constants that all kernels take."""
+
+    B: int
+    T: int
+    H: int
+    K: int
+    V: int
+    N: int
+    groups: int
+    slots: int
+    """Chunks of a row, with some to spare if sequences are packed: see `find_sequence`."""
+    dot_dtype: Any
+    constants: dict[str, Any]
+
+    @staticmethod
+    def of(rows: Inputs, cu_seqlens: Int[Array, "batch num_seqs+1"] | None, launch: Launch):
+        B, T, H, K = rows.q.shape
+        N, V = rows.initial_state.shape[1], rows.v.shape[-1]
+        chunk = launch.config.chunk
+        slots = -(-T // chunk) if cu_seqlens is None else T // chunk + N + 1
+        # Factors e^A overflow float16: tensor cores take it as tf32, which has as many digits.
+        types = {x.dtype for x in (rows.q, rows.k, rows.v)}
+        brief = types == {jnp.dtype(jnp.bfloat16)}
+        half = all(x.itemsize == 2 for x in types)
+        constants = dict(
+            H=H,
+            BT=chunk,
+            DOT=tl.bfloat16 if brief else tl.float32,
+            PRECISION="tf32" if half else launch.input_precision,
+            USE_G=rows.g is not None,
+            USE_GAMMA=rows.g_gamma is not None,
+            PACKED=cu_seqlens is not None,
+            REVERSE=rows.reverse,
+        )
+        dot_dtype = jnp.bfloat16 if brief else jnp.float32
+        groups = H // rows.k.shape[2]
+        return Problem(B, T, H, K, V, N, groups, slots, dot_dtype, constants)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        return self.T, self.N, self.slots
+
+    def walk(self, launch: Launch, x, y, rows: Inputs, cu_seqlens, start, backward: bool):
+        """The states before every chunk, in the direction of the walk, and the last one."""
+        config, struct = launch.config, jax.ShapeDtypeStruct
+        BK, BV = fit(config.walk_key, self.K), fit(config.walk_value, self.V)
+        return call(
+            walk_kernel,
+            (x, y, rows.gk, rows.gv, rows.g, rows.g_gamma, rows.scale, cu_seqlens, start),
+            self.sizes,
+            (
+                struct((self.B, self.slots, self.H, self.K, self.V), self.dot_dtype),
+                struct(start.shape, jnp.float32),
+            ),
+            grid=(self.B * self.N * self.H, -(-self.K // BK), -(-self.V // BV)),
+            **launch.on_target(config.walk_warps),
+            **self.constants,
+            GROUP=1 if backward else self.groups,
+            K=self.K,
+            V=self.V,
+            BK=BK,
+            BV=BV,
+            USE_GK=rows.gk is not None,
+            USE_GV=rows.gv is not None,
+            BACKWARD=backward,
+        )
+
+    def pairs(self, launch: Launch, rows: Inputs, cu_seqlens, x, y, r, w, h, dh, outputs, *,
+              out_is_key: bool, block: int, warps: int, heads: int, grads: tuple[bool, bool]):  # fmt: skip
+        """See the kernel."""
+        C, O = (self.V, self.K) if out_is_key else (self.K, self.V)  # noqa: E741
+        gc, go = (rows.gv, rows.gk) if out_is_key else (rows.gk, rows.gv)
+        BO = fit(block, O)
+        return call(
+            pairs_kernel,
+            (x, y, r, w, gc, go, rows.g, rows.g_gamma, rows.scale, cu_seqlens, h, dh),
+            self.sizes,
+            outputs,
+            grid=(self.B * self.slots * self.H // heads, -(-O // BO)),
+            **launch.on_target(warps),
+            **self.constants,
+            GROUP=self.groups,
+            HEADS=heads,
+            C=C,
+            O=O,
+            O_IS_KEY=out_is_key,
+            BC=fit(launch.config.inner, C),
+            BO=BO,
+            STEPS=(self.N + 1).bit_length(),
+            USE_GC=gc is not None,
+            USE_GO=go is not None,
+            ROW=outputs[0] is not None,
+            COL=outputs[1] is not None,
+            GRAD_GO=grads[0],
+            GRAD_SCALAR=grads[1],
+        )
+
+
+def forward(
+    launch: Launch, rows: Inputs, cu_seqlens: Int[Array, "batch num_seqs+1"] | None
+) -> tuple[Array, Array, Float[Array, "batch slots heads key value"]]:
+    """The output, the final states, and the states before every chunk."""
+    problem = Problem.of(rows, cu_seqlens, launch)
+    states, final_state = problem.walk(
+        launch, rows.k, rows.v, rows, cu_seqlens, rows.initial_state, backward=False
+    )
+    output = jax.ShapeDtypeStruct(rows.output_shape, rows.v.dtype)
+    output, *_ = problem.pairs(
+        launch, rows, cu_seqlens, rows.q, rows.k, None, rows.v, states, None,
+        (output, None, None, None, None, None),
+        out_is_key=False, block=launch.config.output, warps=launch.config.output_warps, heads=1,
+        grads=(False, False),
+    )  # fmt: skip
+    return output, final_state, states
