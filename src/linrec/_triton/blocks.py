@@ -58,6 +58,20 @@ def load_channel_gates(
 
 
 @triton.jit
+def load_decay(
+    p_gates, p_g, b_gamma, j, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
+    FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr,
+):  # fmt: skip
+    """The decay of the channels at one token."""
+    b_gates = tl.load(p_gates + SIGN * j * (H * C) + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+    if FOLD_GAMMA:
+        b_gates += b_gamma
+    if FOLD_G:
+        b_gates += tl.load(p_g + SIGN * j * H).to(tl.float32)
+    return tl.exp(b_gates)
+
+
+@triton.jit
 def is_ordinary(b_gates):
     """Not so for NaN and infinities either."""
     return tl.max(tl.sum(tl.abs(b_gates), 0), 0) < ORDINARY
@@ -65,114 +79,83 @@ def is_ordinary(b_gates):
 
 @triton.jit
 def sums_to_end(
-    b_gates, p_gates, p_g, b_gamma, length, o_c, H: tl.constexpr, C: tl.constexpr,
-    SIGN: tl.constexpr, FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr, BT: tl.constexpr,
+    b_gates, b_sums, ordinary, p_gates, p_g, b_gamma, length, o_c, H: tl.constexpr,
+    C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr,
+    BT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the gates after each token, up to the end of the chunk."""
-    if is_ordinary(b_gates):
-        b_sums = tl.cumsum(b_gates, 0, reverse=True) - b_gates
+    """The sum of the gates after each token up to the end of the chunk, from their `cumsum`."""
+    if ordinary:
+        b_rest = tl.sum(b_gates, 0)[None, :] - b_sums
     else:
         # A difference would lose digits after a strong gate, and everything after -inf.
-        o_next = tl.arange(0, BT) + 1
         b_next = load_channel_gates(
-            p_gates, p_g, b_gamma, o_next, tl.minimum(length, BT), o_c, H, C, SIGN,
+            p_gates, p_g, b_gamma, tl.arange(0, BT) + 1, tl.minimum(length, BT), o_c, H, C, SIGN,
             FOLD_G, FOLD_GAMMA,
         )  # fmt: skip
-        b_sums = tl.cumsum(b_next, 0, reverse=True)
-    return b_sums
+        b_rest = tl.cumsum(b_next, 0, reverse=True)
+    return b_rest
 
 
 @triton.jit
-def reach(b_gates, BT: tl.constexpr):
+def reach(b_gates, b_sums, BT: tl.constexpr):
     """Cumulative sums as seen from the middle of the chunk."""
     m_before = (tl.arange(0, BT) < BT // 2)[:, None]
-    b_middle = tl.sum(tl.where(m_before, b_gates, 0.0), 0)
-    return tl.cumsum(b_gates, 0) - b_middle[None, :]
+    return b_sums - tl.sum(tl.where(m_before, b_gates, 0.0), 0)[None, :]
+
+
+# Pairs of tokens under any gates. Tokens `j` are taken one by one from the last. `b_decay` holds the
+# decay between `j` and every later token, zero for those that are not later. It is a product of the
+# decays of single tokens, as in the recurrence itself.
 
 
 @triton.jit
-def row_of(b_block, j, BT: tl.constexpr):
-    return tl.sum(tl.where((tl.arange(0, BT) == j)[:, None], b_block, 0.0), 0)
-
-
-@triton.jit
-def column_of(b_block, j, BT: tl.constexpr):
-    return tl.sum(tl.where((tl.arange(0, BT) == j)[None, :], b_block, 0.0), 1)
-
-
-@triton.jit
-def step_back(b_decay, b_step, j, BT: tl.constexpr):
-    """From the decay between token `j` and all later ones to that between `j - 1` and them.
-
-    A product of the decays of single tokens, as in the recurrence itself: exact for any gate.
-    Zero for the tokens that are not later.
-    """
-    b_decay = tl.where((tl.arange(0, BT) == j)[:, None], 1.0, b_decay)
-    return b_decay * row_of(b_step, j, BT)[None, :]
-
-
-@triton.jit
-def scores(
-    b_x, b_y, b_gates, length, BT: tl.constexpr, BC: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+def add_scores(
+    b_pairs, b_x, p_y, Y_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_c,
+    H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
+    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """`sum_c x_ic y_jc e^(sum of the gates of c after j up to i)` at `[i, j]`, right for `i > j`."""
-    if is_ordinary(b_gates):
-        b_reach = reach(b_gates, BT)
-        b_rows = (b_x * tl.exp(b_reach)).to(DOT)
-        b_columns = (b_y * tl.exp(-b_reach)).to(DOT)
-        b_pairs = tl.dot(b_rows, tl.trans(b_columns), input_precision=PRECISION)
-    else:
-        b_step = tl.exp(b_gates)
-        b_decay = tl.zeros([BT, BC], tl.float32)
-        b_pairs = tl.zeros([BT, BT], tl.float32)
-        o_j = tl.arange(0, BT)
-        for i in range(BT):
-            j = BT - 1 - i
-            b_y_j = row_of(b_y, j, BT)
-            b_pairs_j = tl.sum(b_x * b_decay * b_y_j[None, :], 1)
-            b_pairs = tl.where((o_j == j)[None, :], b_pairs_j[:, None], b_pairs)
-            b_decay = step_back(b_decay, b_step, j, BT)
+    """Adds `sum_c x_ic y_jc e^(sum of the gates of c after j up to i)` at `[i, j]`."""
+    o_i = tl.arange(0, BT)
+    b_decay = tl.zeros([BT, BC], tl.float32)
+    for i in range(0, tl.minimum(length, BT)):
+        j = tl.minimum(length, BT) - 1 - i
+        b_y = tl.load(p_y + SIGN * j * Y_STRIDE + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+        b_pairs_j = tl.sum(b_x * b_decay * b_y[None, :], 1)
+        b_pairs += tl.where((o_i == j)[None, :], b_pairs_j[:, None], 0.0)
+        b_step = load_decay(p_gates, p_g, b_gamma, j, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA)
+        b_decay = tl.where((o_i == j)[:, None], 1.0, b_decay) * b_step[None, :]
     return b_pairs
 
 
 @triton.jit
-def spread(b_pairs, b_w, b_gates, BT: tl.constexpr, BO: tl.constexpr):
-    """`sum_j pairs_ij w_j e^(sum of the gates after j up to i)` under any gates."""
-    b_step = tl.exp(b_gates)
-    b_decay = tl.zeros([BT, BO], tl.float32)
-    b_row = tl.zeros([BT, BO], tl.float32)
-    for i in range(BT):
-        j = BT - 1 - i
-        b_row += column_of(b_pairs, j, BT)[:, None] * b_decay * row_of(b_w, j, BT)[None, :]
-        b_decay = step_back(b_decay, b_step, j, BT)
-    return b_row
+def add_effects(
+    b_row, b_col, b_share, b_pairs, b_r, b_scale, p_w, W_STRIDE: tl.constexpr, p_gates, p_g,
+    b_gamma, length, o_o, H: tl.constexpr, O: tl.constexpr, SIGN: tl.constexpr,
+    FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr,
+    COL: tl.constexpr, GRAD: tl.constexpr,
+):  # fmt: skip
+    """Adds to `row_i` and `scale`-fold to `col_j` the effects of the pairs, with the gates between.
 
-
-@triton.jit
-def spread_and_gather(
-    b_pairs, b_r, b_w, b_past, b_scale, b_gates, BT: tl.constexpr, BO: tl.constexpr
-):
-    """`spread`; `sum_i pairs_ij r_i e^(...)`, its mirror; and what each gate contributes to both.
-
-    Under any gates. A gate's share is a sum over the pairs that it stands between. It is summed as
-    such: the difference of cumulative sums that equals it has no correct digit where gates are
-    strong. `b_past[j]` is what token `j` adds to the shares of all later gates.
+    And to each gate's gradient its share, which is a sum over the pairs that it stands between, and
+    over `w_j col_j` of the earlier tokens. It is summed as such: the difference of cumulative sums
+    that equals it has no correct digit where gates are strong.
     """
     o_i = tl.arange(0, BT)
-    b_step = tl.exp(b_gates)
     b_decay = tl.zeros([BT, BO], tl.float32)
-    b_row = tl.zeros([BT, BO], tl.float32)
-    b_col = tl.zeros([BT, BO], tl.float32)
-    b_share = tl.zeros([BT, BO], tl.float32)
-    for i in range(BT):
-        j = BT - 1 - i
-        b_effect = column_of(b_pairs, j, BT)[:, None] * b_decay
-        b_w_j = row_of(b_w, j, BT)[None, :]
-        b_row += b_effect * b_w_j
-        b_col = tl.where((o_i == j)[:, None], tl.sum(b_effect * b_r, 0)[None, :], b_col)
-        b_crossing = tl.cumsum(b_effect * b_r * b_w_j, 0, reverse=True) * b_scale
-        b_crossing += row_of(b_past, j, BT)[None, :]
-        b_share += tl.where((o_i > j)[:, None], b_crossing, 0.0)
-        b_decay = step_back(b_decay, b_step, j, BT)
+    for i in range(0, tl.minimum(length, BT)):
+        j = tl.minimum(length, BT) - 1 - i
+        m_j = (o_i == j)[:, None]
+        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_o, mask=o_o < O, other=0.0).to(tl.float32)
+        b_pairs_j = tl.sum(tl.where((o_i == j)[None, :], b_pairs, 0.0), 1)
+        b_effect = b_pairs_j[:, None] * b_decay
+        b_row += b_effect * b_w[None, :]
+        if COL:
+            b_effect *= b_r
+            if GRAD:
+                b_past = tl.sum(tl.where(m_j, b_col, 0.0), 0) * b_w
+                b_crossing = tl.cumsum(b_effect * b_w[None, :], 0, reverse=True) * b_scale
+                b_share += tl.where((o_i > j)[:, None], b_crossing + b_past[None, :], 0.0)
+            b_col += tl.where(m_j, tl.sum(b_effect, 0)[None, :] * b_scale, 0.0)
+        b_step = load_decay(p_gates, p_g, b_gamma, j, o_o, H, O, SIGN, FOLD_G, FOLD_GAMMA)
+        b_decay = tl.where(m_j, 1.0, b_decay) * b_step[None, :]
     return b_row, b_col, b_share

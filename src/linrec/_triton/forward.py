@@ -96,6 +96,7 @@ class Problem(NamedTuple):
             BV=BV,
             USE_GK=rows.gk is not None,
             USE_GV=rows.gv is not None,
+            FACTOR=tl.float32,
             BACKWARD=backward,
         )
 
@@ -125,6 +126,8 @@ class Problem(NamedTuple):
             USE_GO=go is not None,
             ROW=outputs[0] is not None,
             COL=outputs[1] is not None,
+            # Gates' gradients are differences: they take more digits than bfloat16 has.
+            FACTOR=tl.float32 if grads[0] else self.constants["DOT"],
             GRAD_GO=grads[0],
             GRAD_SCALAR=grads[1],
         )

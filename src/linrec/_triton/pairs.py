@@ -24,14 +24,13 @@ import triton
 import triton.language as tl
 
 from .blocks import (
+    add_effects,
+    add_scores,
     find_sequence,
     is_ordinary,
     load_channel_gates,
     load_scalar_gates,
     reach,
-    scores,
-    spread,
-    spread_and_gather,
     sums_to_end,
 )
 
@@ -68,7 +67,8 @@ def pairs_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
     BO: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr,  # what tensor cores take: of arrays as they are
+    FACTOR: tl.constexpr,  # and of factors that were computed
     PRECISION: tl.constexpr,
     STEPS: tl.constexpr,  # of the search for a slot's sequence
     USE_GC: tl.constexpr,
@@ -122,8 +122,10 @@ def pairs_kernel(
     o_col = SIGN * o_i[:, None] * (H // GROUP * O) + o_o[None, :]
     i_kv = i_ph * HEADS // GROUP
     p_col = col + (i_token0 * (H // GROUP) + i_kv) * O + o_col
-    p_w = w + (i_token0 * (H // GROUP) + i_kv) * O + o_col
-    i_sums = (i_o * (tl.num_programs(0) // (H // HEADS)) + i_bs) * H + i_ph * HEADS
+    p_w = w + (i_token0 * (H // GROUP) + i_kv) * O
+    b_slots = tl.num_programs(0) // (H // HEADS)
+    i_sums = (i_o * b_slots + i_bs) * H + i_ph * HEADS
+    p_d_g = d_g + i_o.to(tl.int64) * (b_slots // SLOTS) * T * H
 
     if PACKED:
         if (i_n == N) | (length <= 0):
@@ -143,15 +145,14 @@ def pairs_kernel(
                 if GRAD_SCALAR:
                     tl.store(d_scale + i_sums + i_g, 0.0)
                     if USE_G:
-                        B = tl.num_programs(0) // (H // HEADS) // SLOTS
-                        p_d_g = d_g + i_o.to(tl.int64) * B * T * H + i_token
-                        tl.store(p_d_g + SIGN * o_i * H, tl.zeros([BT], tl.float32), mask=m_i)
+                        b_none = tl.zeros([BT], tl.float32)
+                        tl.store(p_d_g + i_token + SIGN * o_i * H, b_none, mask=m_i)
                     if USE_GAMMA:
                         tl.store(d_gamma + i_sums + i_g, 0.0)
             return
 
     b_scale = tl.load(scale + i_b).to(tl.float32)
-    b_w = tl.load(p_w, mask=m_tile, other=0.0)
+    b_w = tl.load(p_w + o_col, mask=m_tile, other=0.0)
     b_col_all = tl.zeros([BT, BO], tl.float32)
 
     for i_g in range(HEADS):
@@ -172,36 +173,52 @@ def pairs_kernel(
             m_c = m_i[:, None] & (o_c < C)[None, :]
             p_x = x + i_token * C + SIGN * o_i[:, None] * (H * C) + o_c[None, :]
             p_y = y + (i_token0 * (H // GROUP) + i_kv) * C
-            p_y += SIGN * o_i[:, None] * (H // GROUP * C) + o_c[None, :]
             b_x = tl.load(p_x, mask=m_c, other=0.0)
-            b_y = tl.load(p_y, mask=m_c, other=0.0)
+            o_y = SIGN * o_i[:, None] * (H // GROUP * C) + o_c[None, :]
+            b_y = tl.load(p_y + o_y, mask=m_c, other=0.0)
             b_self += tl.sum(b_x.to(tl.float32) * b_y.to(tl.float32), 1)
             if USE_GC:
                 p_gc = gc + i_token * C
                 b_gc = load_channel_gates(
                     p_gc, p_g, b_gamma, o_i, length, o_c, H, C, SIGN, FOLD_GC, FOLD_GAMMA_C
                 )
+                b_sums = tl.cumsum(b_gc, 0)
                 b_x, b_y = b_x.to(tl.float32), b_y.to(tl.float32)
-                b_pairs += scores(b_x, b_y, b_gc, length, BT, BC, DOT, PRECISION)
+                ordinary = is_ordinary(b_gc)
+                if ordinary:
+                    b_reach = reach(b_gc, b_sums, BT)
+                    b_to = (b_x * tl.exp(b_reach)).to(FACTOR)
+                    b_from = (b_y * tl.exp(-b_reach)).to(FACTOR)
+                    b_pairs = tl.dot(b_to, tl.trans(b_from), b_pairs, input_precision=PRECISION)
+                else:
+                    b_pairs = add_scores(
+                        b_pairs, b_x, p_y, H // GROUP * C, p_gc, p_g, b_gamma, length, o_c, H, C,
+                        SIGN, FOLD_GC, FOLD_GAMMA_C, BT, BC,
+                    )  # fmt: skip
             else:
-                b_pairs += tl.dot(b_x.to(DOT), tl.trans(b_y.to(DOT)), input_precision=PRECISION)
+                b_from = tl.trans(b_y.to(DOT))
+                b_pairs = tl.dot(b_x.to(DOT), b_from, b_pairs, input_precision=PRECISION)
             o_state = o_c[:, None] * STRIDE_C + o_o[None, :] * STRIDE_O
             m_state = (o_c < C)[:, None] & m_o
             if ROW or GRAD_GO:
-                if USE_GC:
-                    b_x = b_x * tl.exp(tl.cumsum(b_gc, 0))
                 b_h = tl.load(h + i_state + o_state, mask=m_state, other=0.0)
-                b_row += tl.dot(b_x.to(DOT), b_h.to(DOT), input_precision=PRECISION)
-            if COL:
                 if USE_GC:
-                    b_sums = sums_to_end(
-                        b_gc, p_gc, p_g, b_gamma, length, o_c, H, C, SIGN,
+                    b_x = (b_x * tl.exp(b_sums)).to(FACTOR)
+                    b_row = tl.dot(b_x, b_h.to(FACTOR), b_row, input_precision=PRECISION)
+                else:
+                    b_row = tl.dot(b_x.to(DOT), b_h.to(DOT), b_row, input_precision=PRECISION)
+            if COL:
+                b_dh = tl.load(dh + i_state + o_state, mask=m_state, other=0.0)
+                if USE_GC:
+                    b_rest = sums_to_end(
+                        b_gc, b_sums, ordinary, p_gc, p_g, b_gamma, length, o_c, H, C, SIGN,
                         FOLD_GC, FOLD_GAMMA_C, BT,
                     )  # fmt: skip
-                    b_y = b_y * tl.exp(b_sums)
-                b_dh = tl.load(dh + i_state + o_state, mask=m_state, other=0.0)
-                b_col += tl.dot(b_y.to(DOT), b_dh.to(DOT), input_precision=PRECISION)
-            if GRAD_GO or GRAD_SCALAR:
+                    b_y = (b_y * tl.exp(b_rest)).to(FACTOR)
+                    b_col = tl.dot(b_y, b_dh.to(FACTOR), b_col, input_precision=PRECISION)
+                else:
+                    b_col = tl.dot(b_y.to(DOT), b_dh.to(DOT), b_col, input_precision=PRECISION)
+            if GRAD_GO or (GRAD_SCALAR and USE_SCALAR):
                 b_h_dh = b_h.to(tl.float32) * b_dh.to(tl.float32)
                 if USE_GC:
                     b_h_dh *= tl.exp(tl.sum(b_gc, 0))[:, None]
@@ -220,87 +237,82 @@ def pairs_kernel(
             b_whole *= tl.exp(tl.sum(b_g, 0))
         b_pairs = tl.where(m_later, b_pairs, 0.0)
 
-        # 3. The channels `o`. In-chunk effects apart from those of the states.
-        if COL or GRAD_GO:
+        # 3. The channels `o`: the effects of the pairs, and the gradient of the gates.
+        if COL:
             b_r = tl.load(r + i_token * O + o_row, mask=m_tile, other=0.0)
+        if GRAD_SCALAR and USE_SCALAR:
+            # A gate's share is that of the pairs it stands between, and of the states.
+            b_rw = tl.dot(b_r.to(DOT), tl.trans(b_w.to(DOT)), input_precision=PRECISION)
+            b_crossing = tl.cumsum(b_pairs * b_rw, 0, reverse=True) * b_scale
+            b_crossing += tl.sum(b_w.to(tl.float32) * b_col, 1)[None, :]
+            b_d_g = tl.sum(tl.where(m_later, b_crossing, 0.0), 1)
+            b_from_h = tl.sum(b_r.to(tl.float32) * b_row, 1) * b_scale
+            b_d_g += tl.cumsum(b_from_h, 0, reverse=True) + tl.sum(b_whole, 0)
         if USE_GO:
             p_go = go + i_token * O
             b_go = load_channel_gates(
                 p_go, p_g, b_gamma, o_i, length, o_o, H, O, SIGN, FOLD_GO, FOLD_GAMMA_O
             )
-            b_row *= tl.exp(tl.cumsum(b_go, 0))
+            b_sums = tl.cumsum(b_go, 0)
+            ordinary = is_ordinary(b_go)
+            b_row *= tl.exp(b_sums)
             if COL:
-                b_sums = sums_to_end(
-                    b_go, p_go, p_g, b_gamma, length, o_o, H, O, SIGN, FOLD_GO, FOLD_GAMMA_O, BT
-                )
-                b_col *= tl.exp(b_sums)
+                b_rest = sums_to_end(
+                    b_go, b_sums, ordinary, p_go, p_g, b_gamma, length, o_o, H, O, SIGN,
+                    FOLD_GO, FOLD_GAMMA_O, BT,
+                )  # fmt: skip
+                b_col *= tl.exp(b_rest)
             if GRAD_GO:
                 b_whole *= tl.exp(tl.sum(b_go, 0))
-            b_wide_w = b_w.to(tl.float32)
-            if is_ordinary(b_go):
-                b_reach = reach(b_go, BT)
-                b_from = (b_wide_w * tl.exp(-b_reach)).to(DOT)
-                b_row_in = tl.dot(b_pairs.to(DOT), b_from, input_precision=PRECISION)
-                b_row_in *= tl.exp(b_reach)
+            b_d_go = b_row  # of use with GRAD_GO only
+            if ordinary:
+                b_reach = reach(b_go, b_sums, BT)
+                b_from = (b_w.to(tl.float32) * tl.exp(-b_reach)).to(FACTOR)
+                b_in = tl.dot(b_pairs.to(FACTOR), b_from, input_precision=PRECISION)
+                b_row += b_in * tl.exp(b_reach)
                 if COL:
-                    b_wide_r = b_r.to(tl.float32)
-                    b_from = (b_wide_r * tl.exp(b_reach)).to(DOT)
-                    b_pairs_t = tl.trans(b_pairs.to(DOT))
-                    b_col_in = tl.dot(b_pairs_t, b_from, input_precision=PRECISION)
-                    b_col_in *= tl.exp(-b_reach)
-                if GRAD_GO:
-                    b_d = b_scale * (b_wide_r * (b_row_in + b_row) - b_wide_w * b_col_in)
-                    b_past = b_wide_w * b_col
-                    b_d_go = tl.cumsum(b_d - b_past, 0, reverse=True)
-                    b_d_go += (b_whole + tl.sum(b_past, 0))[None, :]
-            else:
-                if COL:
-                    b_wide_r = b_r.to(tl.float32)
-                    b_row_in, b_col_in, b_share = spread_and_gather(
-                        b_pairs, b_wide_r, b_wide_w, b_wide_w * b_col, b_scale, b_go, BT, BO
-                    )
+                    b_from = (b_r.to(tl.float32) * tl.exp(b_reach)).to(FACTOR)
+                    b_in = tl.dot(tl.trans(b_pairs.to(FACTOR)), b_from, input_precision=PRECISION)
                     if GRAD_GO:
-                        b_d_go = tl.cumsum(b_scale * b_wide_r * b_row, 0, reverse=True)
-                        b_d_go += b_share + b_whole[None, :]
-                else:
-                    b_row_in = spread(b_pairs, b_wide_w, b_go, BT, BO)
+                        b_whole += tl.sum(b_w.to(tl.float32) * b_col, 0)
+                    b_col += b_in * (tl.exp(-b_reach) * b_scale)
+                    if GRAD_GO:
+                        b_d_go = b_scale * b_r.to(tl.float32) * b_row - b_w.to(tl.float32) * b_col
+                        b_d_go = tl.cumsum(b_d_go, 0, reverse=True) + b_whole[None, :]
+            else:
+                if GRAD_GO:
+                    b_d_go = tl.cumsum(b_scale * b_r.to(tl.float32) * b_row, 0, reverse=True)
+                    b_d_go += b_whole[None, :]
+                b_row, b_col, b_d_go = add_effects(
+                    b_row, b_col, b_d_go, b_pairs, b_r.to(tl.float32) if COL else b_row, b_scale,
+                    p_w, H // GROUP * O, p_go, p_g, b_gamma, length, o_o, H, O, SIGN, FOLD_GO,
+                    FOLD_GAMMA_O, BT, BO, COL, GRAD_GO,
+                )  # fmt: skip
+            if GRAD_GO:
+                p_d_go = d_go + i_token * O + o_row
+                tl.store(p_d_go, b_d_go.to(d_go.dtype.element_ty), mask=m_tile)
+            if GRAD_SCALAR and (USE_G or USE_GAMMA):
+                b_d_g = tl.sum(b_d_go, 1)
         else:
             if ROW:
-                b_row_in = tl.dot(b_pairs.to(DOT), b_w.to(DOT), input_precision=PRECISION)
+                b_row = tl.dot(b_pairs.to(DOT), b_w.to(DOT), b_row, input_precision=PRECISION)
             if COL:
                 b_pairs_t = tl.trans(b_pairs.to(DOT))
-                b_col_in = tl.dot(b_pairs_t, b_r.to(DOT), input_precision=PRECISION)
+                b_col += tl.dot(b_pairs_t, b_r.to(DOT), input_precision=PRECISION) * b_scale
+        if GRAD_SCALAR and USE_G:
+            tl.store(p_d_g + i_token + SIGN * o_i * H, b_d_g, mask=m_i)
+        if GRAD_SCALAR and USE_GAMMA:
+            tl.store(d_gamma + i_sums + i_g, tl.sum(tl.where(m_i, b_d_g, 0.0)))
 
-        # 4. Gradients of the gates.
-        if GRAD_GO:
-            p_d_go = d_go + i_token * O + o_row
-            tl.store(p_d_go, b_d_go.to(d_go.dtype.element_ty), mask=m_tile)
-        if GRAD_SCALAR:
-            b_row_all = b_row + b_row_in + b_self[:, None] * b_w.to(tl.float32)
-            tl.store(d_scale + i_sums + i_g, tl.sum(b_row_all * b_r.to(tl.float32)))
-            if USE_SCALAR:
-                # A gate's share is that of the pairs it stands between.
-                b_rw = tl.dot(b_r.to(DOT), tl.trans(b_w.to(DOT)), input_precision=PRECISION)
-                b_crossing = tl.cumsum(b_pairs * b_rw, 0, reverse=True) * b_scale
-                b_crossing += tl.sum(b_w.to(tl.float32) * b_col, 1)[None, :]
-                b_d_g = tl.sum(tl.where(m_later, b_crossing, 0.0), 1)
-                b_from_h = tl.sum(b_r.to(tl.float32) * b_row, 1) * b_scale
-                b_d_g += tl.cumsum(b_from_h, 0, reverse=True) + tl.sum(b_whole, 0)
-            elif USE_G or USE_GAMMA:
-                b_d_g = tl.sum(b_d_go, 1)
-            if USE_G:
-                B = tl.num_programs(0) // (H // HEADS) // SLOTS
-                p_d_g = d_g + i_o.to(tl.int64) * B * T * H + i_token
-                tl.store(p_d_g + SIGN * o_i * H, b_d_g, mask=m_i)
-            if USE_GAMMA:
-                tl.store(d_gamma + i_sums + i_g, tl.sum(tl.where(m_i, b_d_g, 0.0)))
-
+        # 4. The effect of every token on itself.
         if ROW:
-            b_row += b_row_in + b_self[:, None] * b_w.to(tl.float32)
+            b_row += b_self[:, None] * b_w.to(tl.float32)
             p_row = row + i_token * O + o_row
             tl.store(p_row, (b_row * b_scale).to(row.dtype.element_ty), mask=m_tile)
+        if GRAD_SCALAR:
+            tl.store(d_scale + i_sums + i_g, tl.sum(b_row * b_r.to(tl.float32)))
         if COL:
-            b_col += (b_col_in + b_self[:, None] * b_r.to(tl.float32)) * b_scale
+            b_col += (b_self * b_scale)[:, None] * b_r.to(tl.float32)
             b_col_all += b_col
 
     if COL:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .blocks import load_channel_gates, load_scalar_gates, sums_to_end
+from .blocks import is_ordinary, load_channel_gates, load_scalar_gates, sums_to_end
 
 
 @triton.jit
@@ -29,7 +29,8 @@ def walk_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    DOT: tl.constexpr,
+    DOT: tl.constexpr,  # what tensor cores take: of arrays as they are
+    FACTOR: tl.constexpr,  # and of factors that were computed
     PRECISION: tl.constexpr,
     USE_GK: tl.constexpr,
     USE_GV: tl.constexpr,
@@ -95,23 +96,23 @@ def walk_kernel(
             b_gk = load_channel_gates(
                 p_gk, p_g, b_gamma, o_i, length, o_k, H, K, SIGN, FOLD_G, FOLD_GAMMA
             )
-            if BACKWARD:
-                b_sums = tl.cumsum(b_gk, 0)
-            else:
+            b_sums = tl.cumsum(b_gk, 0)
+            if not BACKWARD:
                 b_sums = sums_to_end(
-                    b_gk, p_gk, p_g, b_gamma, length, o_k, H, K, SIGN, FOLD_G, FOLD_GAMMA, BT
-                )
+                    b_gk, b_sums, is_ordinary(b_gk), p_gk, p_g, b_gamma, length, o_k, H, K, SIGN,
+                    FOLD_G, FOLD_GAMMA, BT,
+                )  # fmt: skip
             b_x = b_x.to(tl.float32) * tl.exp(b_sums)
             b_h *= tl.exp(tl.sum(b_gk, 0))[:, None]
         if USE_GV:
             p_gv = gv + i_token * V
             b_gv = load_channel_gates(p_gv, p_g, b_gamma, o_i, length, o_v, H, V, SIGN, False, False)
-            if BACKWARD:
-                b_sums = tl.cumsum(b_gv, 0)
-            else:
+            b_sums = tl.cumsum(b_gv, 0)
+            if not BACKWARD:
                 b_sums = sums_to_end(
-                    b_gv, p_gv, p_g, b_gamma, length, o_v, H, V, SIGN, False, False, BT
-                )
+                    b_gv, b_sums, is_ordinary(b_gv), p_gv, p_g, b_gamma, length, o_v, H, V, SIGN,
+                    False, False, BT,
+                )  # fmt: skip
             b_y = b_y.to(tl.float32) * tl.exp(b_sums)
             b_h *= tl.exp(tl.sum(b_gv, 0))[None, :]
         if USE_SCALAR:
@@ -127,6 +128,7 @@ def walk_kernel(
             b_h *= tl.exp(tl.sum(b_g, 0))
         if BACKWARD:
             b_x = b_x.to(tl.float32) * b_scale
-        b_h = tl.dot(tl.trans(b_x.to(DOT)), b_y.to(DOT), b_h, input_precision=PRECISION)
+        OPERAND: tl.constexpr = FACTOR if USE_GK or USE_GV or USE_SCALAR or BACKWARD else DOT
+        b_h = tl.dot(tl.trans(b_x.to(OPERAND)), b_y.to(OPERAND), b_h, input_precision=PRECISION)
 
     tl.store(end + i_state + o_state, b_h, mask=m_state)
