@@ -129,17 +129,11 @@ def add_scores(
 
 @triton.jit
 def add_effects(
-    b_row, b_col, b_share, b_pairs, b_r, b_scale, p_w, W_STRIDE: tl.constexpr, p_gates, p_g,
-    b_gamma, length, o_o, H: tl.constexpr, O: tl.constexpr, SIGN: tl.constexpr,
-    FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr,
-    COL: tl.constexpr, GRAD: tl.constexpr,
+    b_row, b_col, b_pairs, b_r, b_scale, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma,
+    length, o_o, H: tl.constexpr, O: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
+    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr, COL: tl.constexpr,
 ):  # fmt: skip
-    """Adds to `row_i` and `scale`-fold to `col_j` the effects of the pairs, with the gates between.
-
-    And to each gate's gradient its share, which is a sum over the pairs that it stands between, and
-    over `w_j col_j` of the earlier tokens. It is summed as such: the difference of cumulative sums
-    that equals it has no correct digit where gates are strong.
-    """
+    """Adds the effects of the pairs, with the gates between, to `row_i`; `scale`-fold to `col_j`."""
     o_i = tl.arange(0, BT)
     b_decay = tl.zeros([BT, BO], tl.float32)
     for i in range(0, tl.minimum(length, BT)):
@@ -150,12 +144,33 @@ def add_effects(
         b_effect = b_pairs_j[:, None] * b_decay
         b_row += b_effect * b_w[None, :]
         if COL:
-            b_effect *= b_r
-            if GRAD:
-                b_past = tl.sum(tl.where(m_j, b_col, 0.0), 0) * b_w
-                b_crossing = tl.cumsum(b_effect * b_w[None, :], 0, reverse=True) * b_scale
-                b_share += tl.where((o_i > j)[:, None], b_crossing + b_past[None, :], 0.0)
-            b_col += tl.where(m_j, tl.sum(b_effect, 0)[None, :] * b_scale, 0.0)
+            b_col_j = tl.sum(b_effect * b_r.to(tl.float32), 0) * b_scale
+            b_col += tl.where(m_j, b_col_j[None, :], 0.0)
         b_step = load_decay(p_gates, p_g, b_gamma, j, o_o, H, O, SIGN, FOLD_G, FOLD_GAMMA)
         b_decay = tl.where(m_j, 1.0, b_decay) * b_step[None, :]
-    return b_row, b_col, b_share
+    return b_row, b_col
+
+
+@triton.jit
+def add_shares(
+    b_share, b_pairs, b_r, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_o,
+    H: tl.constexpr, O: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
+    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Adds to each gate's gradient its share, a sum over the pairs that it stands between.
+
+    It is summed as such: the difference of cumulative sums that equals it has no correct digit
+    where gates are strong.
+    """
+    o_i = tl.arange(0, BT)
+    b_decay = tl.zeros([BT, BO], tl.float32)
+    for i in range(0, tl.minimum(length, BT)):
+        j = tl.minimum(length, BT) - 1 - i
+        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_o, mask=o_o < O, other=0.0).to(tl.float32)
+        b_pairs_j = tl.sum(tl.where((o_i == j)[None, :], b_pairs, 0.0), 1)
+        b_effect = b_pairs_j[:, None] * b_decay * b_r.to(tl.float32) * b_w[None, :]
+        b_crossing = tl.cumsum(b_effect, 0, reverse=True)
+        b_share += tl.where((o_i > j)[:, None], b_crossing, 0.0)
+        b_step = load_decay(p_gates, p_g, b_gamma, j, o_o, H, O, SIGN, FOLD_G, FOLD_GAMMA)
+        b_decay = tl.where((o_i == j)[:, None], 1.0, b_decay) * b_step[None, :]
+    return b_share

@@ -26,6 +26,7 @@ import triton.language as tl
 from .blocks import (
     add_effects,
     add_scores,
+    add_shares,
     find_sequence,
     is_ordinary,
     load_channel_gates,
@@ -121,7 +122,6 @@ def pairs_kernel(
     o_row = SIGN * o_i[:, None] * (H * O) + o_o[None, :]
     o_col = SIGN * o_i[:, None] * (H // GROUP * O) + o_o[None, :]
     i_kv = i_ph * HEADS // GROUP
-    p_col = col + (i_token0 * (H // GROUP) + i_kv) * O + o_col
     p_w = w + (i_token0 * (H // GROUP) + i_kv) * O
     b_slots = tl.num_programs(0) // (H // HEADS)
     i_sums = (i_o * b_slots + i_bs) * H + i_ph * HEADS
@@ -132,6 +132,7 @@ def pairs_kernel(
             # Padding, or a slot to spare.
             b_zeros = tl.zeros([BT, BO], tl.float32)
             if COL:
+                p_col = col + (i_token0 * (H // GROUP) + i_kv) * O + o_col
                 tl.store(p_col, b_zeros.to(col.dtype.element_ty), mask=m_tile)
             for i_g in range(HEADS):
                 i_h = i_ph * HEADS + i_g
@@ -152,7 +153,6 @@ def pairs_kernel(
             return
 
     b_scale = tl.load(scale + i_b).to(tl.float32)
-    b_w = tl.load(p_w + o_col, mask=m_tile, other=0.0)
     b_col_all = tl.zeros([BT, BO], tl.float32)
 
     for i_g in range(HEADS):
@@ -237,17 +237,13 @@ def pairs_kernel(
             b_whole *= tl.exp(tl.sum(b_g, 0))
         b_pairs = tl.where(m_later, b_pairs, 0.0)
 
-        # 3. The channels `o`: the effects of the pairs, and the gradient of the gates.
+        # 3. The channels `o`: the effects of the pairs, then those of every token on itself.
+        b_w = tl.load(p_w + o_col, mask=m_tile, other=0.0)
         if COL:
             b_r = tl.load(r + i_token * O + o_row, mask=m_tile, other=0.0)
         if GRAD_SCALAR and USE_SCALAR:
-            # A gate's share is that of the pairs it stands between, and of the states.
-            b_rw = tl.dot(b_r.to(DOT), tl.trans(b_w.to(DOT)), input_precision=PRECISION)
-            b_crossing = tl.cumsum(b_pairs * b_rw, 0, reverse=True) * b_scale
-            b_crossing += tl.sum(b_w.to(tl.float32) * b_col, 1)[None, :]
-            b_d_g = tl.sum(tl.where(m_later, b_crossing, 0.0), 1)
-            b_from_h = tl.sum(b_r.to(tl.float32) * b_row, 1) * b_scale
-            b_d_g += tl.cumsum(b_from_h, 0, reverse=True) + tl.sum(b_whole, 0)
+            b_d_g = tl.cumsum(tl.sum(b_r.to(tl.float32) * b_row, 1) * b_scale, 0, reverse=True)
+            b_past = tl.sum(b_w.to(tl.float32) * b_col, 1)
         if USE_GO:
             p_go = go + i_token * O
             b_go = load_channel_gates(
@@ -262,9 +258,9 @@ def pairs_kernel(
                     FOLD_GO, FOLD_GAMMA_O, BT,
                 )  # fmt: skip
                 b_col *= tl.exp(b_rest)
+            b_d_go = b_row  # of use with GRAD_GO only
             if GRAD_GO:
                 b_whole *= tl.exp(tl.sum(b_go, 0))
-            b_d_go = b_row  # of use with GRAD_GO only
             if ordinary:
                 b_reach = reach(b_go, b_sums, BT)
                 b_from = (b_w.to(tl.float32) * tl.exp(-b_reach)).to(FACTOR)
@@ -278,17 +274,23 @@ def pairs_kernel(
                     b_col += b_in * (tl.exp(-b_reach) * b_scale)
                     if GRAD_GO:
                         b_d_go = b_scale * b_r.to(tl.float32) * b_row - b_w.to(tl.float32) * b_col
-                        b_d_go = tl.cumsum(b_d_go, 0, reverse=True) + b_whole[None, :]
+                        b_d_go = tl.cumsum(b_d_go, 0, reverse=True)
             else:
                 if GRAD_GO:
-                    b_d_go = tl.cumsum(b_scale * b_r.to(tl.float32) * b_row, 0, reverse=True)
-                    b_d_go += b_whole[None, :]
-                b_row, b_col, b_d_go = add_effects(
-                    b_row, b_col, b_d_go, b_pairs, b_r.to(tl.float32) if COL else b_row, b_scale,
-                    p_w, H // GROUP * O, p_go, p_g, b_gamma, length, o_o, H, O, SIGN, FOLD_GO,
-                    FOLD_GAMMA_O, BT, BO, COL, GRAD_GO,
+                    b_past = b_w.to(tl.float32) * b_col
+                    b_earlier = tl.where(m_later, 1.0, 0.0)
+                    b_d_go = tl.cumsum(b_r.to(tl.float32) * b_row, 0, reverse=True)
+                    b_d_go = add_shares(
+                        b_d_go, b_pairs, b_r, p_w, H // GROUP * O, p_go, p_g, b_gamma, length, o_o,
+                        H, O, SIGN, FOLD_GO, FOLD_GAMMA_O, BT, BO,
+                    )  # fmt: skip
+                    b_d_go = tl.dot(b_earlier, b_past, b_d_go * b_scale, input_precision=PRECISION)
+                b_row, b_col = add_effects(
+                    b_row, b_col, b_pairs, b_r if COL else b_row, b_scale, p_w, H // GROUP * O,
+                    p_go, p_g, b_gamma, length, o_o, H, O, SIGN, FOLD_GO, FOLD_GAMMA_O, BT, BO, COL,
                 )  # fmt: skip
             if GRAD_GO:
+                b_d_go += b_whole[None, :]
                 p_d_go = d_go + i_token * O + o_row
                 tl.store(p_d_go, b_d_go.to(d_go.dtype.element_ty), mask=m_tile)
             if GRAD_SCALAR and (USE_G or USE_GAMMA):
@@ -299,12 +301,6 @@ def pairs_kernel(
             if COL:
                 b_pairs_t = tl.trans(b_pairs.to(DOT))
                 b_col += tl.dot(b_pairs_t, b_r.to(DOT), input_precision=PRECISION) * b_scale
-        if GRAD_SCALAR and USE_G:
-            tl.store(p_d_g + i_token + SIGN * o_i * H, b_d_g, mask=m_i)
-        if GRAD_SCALAR and USE_GAMMA:
-            tl.store(d_gamma + i_sums + i_g, tl.sum(tl.where(m_i, b_d_g, 0.0)))
-
-        # 4. The effect of every token on itself.
         if ROW:
             b_row += b_self[:, None] * b_w.to(tl.float32)
             p_row = row + i_token * O + o_row
@@ -312,8 +308,18 @@ def pairs_kernel(
         if GRAD_SCALAR:
             tl.store(d_scale + i_sums + i_g, tl.sum(b_row * b_r.to(tl.float32)))
         if COL:
-            b_col += (b_self * b_scale)[:, None] * b_r.to(tl.float32)
-            b_col_all += b_col
+            b_col_all += b_col + (b_self * b_scale)[:, None] * b_r.to(tl.float32)
+            if i_g == HEADS - 1:
+                p_col = col + (i_token0 * (H // GROUP) + i_kv) * O + o_col
+                tl.store(p_col, b_col_all.to(col.dtype.element_ty), mask=m_tile)
 
-    if COL:
-        tl.store(p_col, b_col_all.to(col.dtype.element_ty), mask=m_tile)
+        # 4. The gradient of scalar gates.
+        if GRAD_SCALAR and USE_SCALAR:
+            # A gate's share is that of the pairs it stands between, and of the states.
+            b_rw = tl.dot(b_r.to(DOT), tl.trans(b_w.to(DOT)), input_precision=PRECISION)
+            b_crossing = tl.cumsum(b_pairs * b_rw, 0, reverse=True) * b_scale + b_past[None, :]
+            b_d_g += tl.sum(tl.where(m_later, b_crossing, 0.0), 1) + tl.sum(b_whole, 0)
+        if GRAD_SCALAR and USE_G:
+            tl.store(p_d_g + i_token + SIGN * o_i * H, b_d_g, mask=m_i)
+        if GRAD_SCALAR and USE_GAMMA:
+            tl.store(d_gamma + i_sums + i_g, tl.sum(tl.where(m_i, b_d_g, 0.0)))
