@@ -27,6 +27,10 @@ class Segmented(AbstractMethod):
                 f"{self.chunk_size}."
             )
 
+    @property
+    def has_forward_mode(self) -> bool:
+        return self.method.has_forward_mode
+
     def unsupported(self, inputs: Inputs) -> str | None:
         return self.method.unsupported(inputs)
 
