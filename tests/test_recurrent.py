@@ -1,6 +1,7 @@
 """Values, states and gradients of every method against the float64 scan."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ def test_gates(gates, layout):
     check(Case(gates, **LAYOUTS[layout]), METHODS["chunked-16"])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", ["dense", "packed-reverse-unbatched"])
 def test_methods(method, layout):
@@ -126,7 +128,7 @@ def test_packed_is_separate():
     arguments = case.arguments()
     o, final = linrec.recurrent(**arguments, **case.options())
     tokens = ("query", "key", "value", "g", "gk", "gv")
-    for n, (begin, end) in enumerate(zip(PACKING, PACKING[1:], strict=False)):
+    for n, (begin, end) in enumerate(itertools.pairwise(PACKING)):
         alone = {name: x[:, begin:end] if name in tokens else x for name, x in arguments.items()}
         alone |= {name: arguments[name][n : n + 1] for name in ("g_gamma", "initial_state")}
         o_n, final_n = linrec.recurrent(**alone)

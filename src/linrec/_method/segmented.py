@@ -36,7 +36,7 @@ class Segmented(AbstractMethod):
 
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         T, size = inputs.q.shape[1], self.chunk_size
-        if T <= size:
+        if size >= T:
             return self.method(inputs)
         pieces = -(-T // size)
         ragged = inputs.cu_seqlens is not None or T % size != 0
