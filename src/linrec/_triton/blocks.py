@@ -53,7 +53,9 @@ def load_channel_gates(
     p = p_gates + SIGN * o_i[:, None] * (H * C) + o_c[None, :]
     b_gates = tl.load(p, mask=m, other=0.0).to(tl.float32)
     if FOLD_G or FOLD_GAMMA:
-        b_gates += load_scalar_gates(p_g, b_gamma, o_i, length, H, SIGN, FOLD_G, FOLD_GAMMA)[:, None]
+        b_gates += load_scalar_gates(p_g, b_gamma, o_i, length, H, SIGN, FOLD_G, FOLD_GAMMA)[
+            :, None
+        ]
     return b_gates
 
 
@@ -103,9 +105,9 @@ def reach(b_gates, b_sums, BT: tl.constexpr):
     return b_sums - tl.sum(tl.where(m_before, b_gates, 0.0), 0)[None, :]
 
 
-# Pairs of tokens under any gates. Tokens `j` are taken one by one from the last. `b_decay` holds the
-# decay between `j` and every later token, zero for those that are not later. It is a product of the
-# decays of single tokens, as in the recurrence itself.
+# Pairs of tokens under any gates. Tokens `j` are taken one by one from the last. `b_decay` holds
+# the decay between `j` and every later token, zero for those that are not later. It is a product of
+# the decays of single tokens, as in the recurrence itself.
 
 
 @triton.jit
@@ -130,32 +132,32 @@ def add_scores(
 @triton.jit
 def add_effects(
     b_row, b_col, b_pairs, b_r, b_scale, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma,
-    length, o_o, H: tl.constexpr, O: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
-    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr, COL: tl.constexpr,
+    length, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
+    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, COL: tl.constexpr,
 ):  # fmt: skip
-    """Adds the effects of the pairs, with the gates between, to `row_i`; `scale`-fold to `col_j`."""
+    """Adds the effects of the pairs to `row_i`, and `scale`-fold to `col_j`."""
     o_i = tl.arange(0, BT)
-    b_decay = tl.zeros([BT, BO], tl.float32)
+    b_decay = tl.zeros([BT, BC], tl.float32)
     for i in range(0, tl.minimum(length, BT)):
         j = tl.minimum(length, BT) - 1 - i
         m_j = (o_i == j)[:, None]
-        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_o, mask=o_o < O, other=0.0).to(tl.float32)
+        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_c, mask=o_c < C, other=0.0).to(tl.float32)
         b_pairs_j = tl.sum(tl.where((o_i == j)[None, :], b_pairs, 0.0), 1)
         b_effect = b_pairs_j[:, None] * b_decay
         b_row += b_effect * b_w[None, :]
         if COL:
             b_col_j = tl.sum(b_effect * b_r.to(tl.float32), 0) * b_scale
             b_col += tl.where(m_j, b_col_j[None, :], 0.0)
-        b_step = load_decay(p_gates, p_g, b_gamma, j, o_o, H, O, SIGN, FOLD_G, FOLD_GAMMA)
+        b_step = load_decay(p_gates, p_g, b_gamma, j, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA)
         b_decay = tl.where(m_j, 1.0, b_decay) * b_step[None, :]
     return b_row, b_col
 
 
 @triton.jit
 def add_shares(
-    b_share, b_pairs, b_r, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_o,
-    H: tl.constexpr, O: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
-    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr,
+    b_share, b_pairs, b_r, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_c,
+    H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
+    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """Adds to each gate's gradient its share, a sum over the pairs that it stands between.
 
@@ -163,14 +165,14 @@ def add_shares(
     where gates are strong.
     """
     o_i = tl.arange(0, BT)
-    b_decay = tl.zeros([BT, BO], tl.float32)
+    b_decay = tl.zeros([BT, BC], tl.float32)
     for i in range(0, tl.minimum(length, BT)):
         j = tl.minimum(length, BT) - 1 - i
-        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_o, mask=o_o < O, other=0.0).to(tl.float32)
+        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_c, mask=o_c < C, other=0.0).to(tl.float32)
         b_pairs_j = tl.sum(tl.where((o_i == j)[None, :], b_pairs, 0.0), 1)
         b_effect = b_pairs_j[:, None] * b_decay * b_r.to(tl.float32) * b_w[None, :]
         b_crossing = tl.cumsum(b_effect, 0, reverse=True)
         b_share += tl.where((o_i > j)[:, None], b_crossing, 0.0)
-        b_step = load_decay(p_gates, p_g, b_gamma, j, o_o, H, O, SIGN, FOLD_G, FOLD_GAMMA)
+        b_step = load_decay(p_gates, p_g, b_gamma, j, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA)
         b_decay = tl.where((o_i == j)[:, None], 1.0, b_decay) * b_step[None, :]
     return b_share

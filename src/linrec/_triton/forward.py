@@ -9,26 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from .._inputs import Inputs
 from .call import call
-from .config import fit, KernelConfig
+from .config import default_config, fit, KernelConfig, Launch, Pairs
 from .pairs import pairs_kernel
 from .walk import walk_kernel
-
-
-class Launch(NamedTuple):
-    """How kernels are launched; what they share."""
-
-    config: KernelConfig
-    input_precision: str
-    compute_capability: int
-    interpret: bool
-
-    def on_target(self, warps: int) -> dict[str, Any]:
-        return dict(
-            warps=warps,
-            stages=self.config.stages,
-            compute_capability=self.compute_capability,
-            interpret=self.interpret,
-        )
 
 
 class Problem(NamedTuple):
@@ -44,18 +27,25 @@ class Problem(NamedTuple):
     slots: int
     """Chunks of a row, with some to spare if sequences are packed: see `find_sequence`."""
     dot_dtype: Any
+    config: KernelConfig
+    launch: Launch
     constants: dict[str, Any]
 
     @staticmethod
-    def of(rows: Inputs, cu_seqlens: Int[Array, "batch num_seqs+1"] | None, launch: Launch):
+    def of(
+        launch: Launch, rows: Inputs, cu_seqlens: Int[Array, "batch num_seqs+1"] | None
+    ) -> "Problem":
         B, T, H, K = rows.q.shape
         N, V = rows.initial_state.shape[1], rows.v.shape[-1]
-        chunk = launch.config.chunk
-        slots = -(-T // chunk) if cu_seqlens is None else T // chunk + N + 1
         # Factors e^A overflow float16: tensor cores take it as tf32, which has as many digits.
         types = {x.dtype for x in (rows.q, rows.k, rows.v)}
         brief = types == {jnp.dtype(jnp.bfloat16)}
         half = all(x.itemsize == 2 for x in types)
+        config = launch.config or default_config(
+            rows.gk is not None, rows.gv is not None, not brief
+        )
+        chunk = config.chunk
+        slots = -(-T // chunk) if cu_seqlens is None else T // chunk + N + 1
         constants = dict(
             H=H,
             BT=chunk,
@@ -68,16 +58,18 @@ class Problem(NamedTuple):
         )
         dot_dtype = jnp.bfloat16 if brief else jnp.float32
         groups = H // rows.k.shape[2]
-        return Problem(B, T, H, K, V, N, groups, slots, dot_dtype, constants)
+        return Problem(
+            B, T, H, K, V, N, groups, slots, dot_dtype, config, launch, constants
+        )  # fmt: skip
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         return self.T, self.N, self.slots
 
-    def walk(self, launch: Launch, x, y, rows: Inputs, cu_seqlens, start, backward: bool):
+    def walk(self, x, y, rows: Inputs, cu_seqlens, start, backward: bool):
         """The states before every chunk, in the direction of the walk, and the last one."""
-        config, struct = launch.config, jax.ShapeDtypeStruct
-        BK, BV = fit(config.walk_key, self.K), fit(config.walk_value, self.V)
+        config, struct = self.config.walk, jax.ShapeDtypeStruct
+        BK, BV = fit(config.key, self.K), fit(config.value, self.V)
         return call(
             walk_kernel,
             (x, y, rows.gk, rows.gv, rows.g, rows.g_gamma, rows.scale, cu_seqlens, start),
@@ -87,7 +79,7 @@ class Problem(NamedTuple):
                 struct(start.shape, jnp.float32),
             ),
             grid=(self.B * self.N * self.H, -(-self.K // BK), -(-self.V // BV)),
-            **launch.on_target(config.walk_warps),
+            **self.launch.target(config.warps, config.stages),
             **self.constants,
             GROUP=1 if backward else self.groups,
             K=self.K,
@@ -100,26 +92,28 @@ class Problem(NamedTuple):
             BACKWARD=backward,
         )
 
-    def pairs(self, launch: Launch, rows: Inputs, cu_seqlens, x, y, r, w, h, dh, outputs, *,
-              out_is_key: bool, block: int, warps: int, heads: int, grads: tuple[bool, bool]):  # fmt: skip
+    def pairs(
+        self, config: Pairs, rows: Inputs, cu_seqlens, x, y, r, w, h, dh, outputs, *,
+        out_is_key: bool, heads: int = 1, grad_gates: bool = False, grad_scalars: bool = False,
+    ):  # fmt: skip
         """See the kernel."""
         C, O = (self.V, self.K) if out_is_key else (self.K, self.V)  # noqa: E741
         gc, go = (rows.gv, rows.gk) if out_is_key else (rows.gk, rows.gv)
-        BO = fit(block, O)
+        BO = fit(config.outer, O)
         return call(
             pairs_kernel,
             (x, y, r, w, gc, go, rows.g, rows.g_gamma, rows.scale, cu_seqlens, h, dh),
             self.sizes,
             outputs,
             grid=(self.B * self.slots * self.H // heads, -(-O // BO)),
-            **launch.on_target(warps),
+            **self.launch.target(config.warps, config.stages),
             **self.constants,
             GROUP=self.groups,
             HEADS=heads,
             C=C,
             O=O,
             O_IS_KEY=out_is_key,
-            BC=fit(launch.config.inner, C),
+            BC=fit(config.inner, C),
             BO=BO,
             STEPS=(self.N + 1).bit_length(),
             USE_GC=gc is not None,
@@ -127,9 +121,9 @@ class Problem(NamedTuple):
             ROW=outputs[0] is not None,
             COL=outputs[1] is not None,
             # Gates' gradients are differences: they take more digits than bfloat16 has.
-            FACTOR=tl.float32 if grads[0] else self.constants["DOT"],
-            GRAD_GO=grads[0],
-            GRAD_SCALAR=grads[1],
+            FACTOR=tl.float32 if grad_gates else self.constants["DOT"],
+            GRAD_GO=grad_gates,
+            GRAD_SCALAR=grad_scalars,
         )
 
 
@@ -137,15 +131,13 @@ def forward(
     launch: Launch, rows: Inputs, cu_seqlens: Int[Array, "batch num_seqs+1"] | None
 ) -> tuple[Array, Array, Float[Array, "batch slots heads key value"]]:
     """The output, the final states, and the states before every chunk."""
-    problem = Problem.of(rows, cu_seqlens, launch)
+    problem = Problem.of(launch, rows, cu_seqlens)
     states, final_state = problem.walk(
-        launch, rows.k, rows.v, rows, cu_seqlens, rows.initial_state, backward=False
+        rows.k, rows.v, rows, cu_seqlens, rows.initial_state, backward=False
     )
     output = jax.ShapeDtypeStruct(rows.output_shape, rows.v.dtype)
     output, *_ = problem.pairs(
-        launch, rows, cu_seqlens, rows.q, rows.k, None, rows.v, states, None,
-        (output, None, None, None, None, None),
-        out_is_key=False, block=launch.config.output, warps=launch.config.output_warps, heads=1,
-        grads=(False, False),
+        problem.config.output, rows, cu_seqlens, rows.q, rows.k, None, rows.v, states, None,
+        (output, None, None, None, None, None), out_is_key=False,
     )  # fmt: skip
     return output, final_state, states

@@ -63,7 +63,7 @@ def pairs_kernel(
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,  # query heads that a program does
     C: tl.constexpr,
-    O: tl.constexpr,
+    O: tl.constexpr,  # noqa: E741
     O_IS_KEY: tl.constexpr,
     BT: tl.constexpr,
     BC: tl.constexpr,
@@ -127,7 +127,7 @@ def pairs_kernel(
     i_sums = (i_o * b_slots + i_bs) * H + i_ph * HEADS
     p_d_g = d_g + i_o.to(tl.int64) * (b_slots // SLOTS) * T * H
 
-    if PACKED:
+    if PACKED:  # noqa: SIM102
         if (i_n == N) | (length <= 0):
             # Padding, or a slot to spare.
             b_zeros = tl.zeros([BT, BO], tl.float32)

@@ -106,7 +106,9 @@ def walk_kernel(
             b_h *= tl.exp(tl.sum(b_gk, 0))[:, None]
         if USE_GV:
             p_gv = gv + i_token * V
-            b_gv = load_channel_gates(p_gv, p_g, b_gamma, o_i, length, o_v, H, V, SIGN, False, False)
+            b_gv = load_channel_gates(
+                p_gv, p_g, b_gamma, o_i, length, o_v, H, V, SIGN, False, False
+            )
             b_sums = tl.cumsum(b_gv, 0)
             if not BACKWARD:
                 b_sums = sums_to_end(
