@@ -1,7 +1,7 @@
 """The kernels. Imported only when a Triton method runs.
 
-Their notation: `i_` index of a program or a loop, `o_` offsets, `p_` pointers, `b_` blocks of values,
-`m_` masks; `BT BK BV BC BO` sizes of blocks.
+Their notation: `i_` index of a program or a loop, `o_` offsets, `p_` pointers, `b_` blocks of
+values, `m_` masks; `BT BK BV BC BO` sizes of blocks.
 
 | launch       | kernel   | a program does                            | and writes             |
 | ------------ | -------- | ----------------------------------------- | ---------------------- |

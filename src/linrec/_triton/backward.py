@@ -30,7 +30,7 @@ def backward(
     per_chunk = struct((blocks, B, problem.slots, H), jnp.float32)
     per_token = struct((blocks, B, T, H), jnp.float32)
     d_q, d_k, d_gk, d_g, d_gamma, d_scale = problem.pairs(
-        config.d_key, rows, cu_seqlens, d_output, rows.v, rows.q, rows.k, states, d_states,
+        "d_key", config.d_key, rows, cu_seqlens, d_output, rows.v, rows.q, rows.k, states, d_states,
         (
             like(rows.q),
             like(rows.k),
@@ -42,7 +42,7 @@ def backward(
         out_is_key=True, heads=problem.groups, grad_gates=rows.gk is not None, grad_scalars=True,
     )  # fmt: skip
     _, d_v, d_gv, *_ = problem.pairs(
-        config.d_value, rows, cu_seqlens, rows.q, rows.k, d_output, rows.v, states, d_states,
+        "d_value", config.d_value, rows, cu_seqlens, rows.q, rows.k, d_output, rows.v, states, d_states,
         (None, like(rows.v), like(rows.gv), None, None, None),
         out_is_key=False, heads=problem.groups, grad_gates=rows.gv is not None,
     )  # fmt: skip

@@ -1,15 +1,44 @@
 """The only place that knows jax_triton."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 
+class Call(NamedTuple):
+    """A launch as it was traced."""
+
+    name: str
+    kernel: Any
+    arguments: list[Any]
+    """Arrays, or their shapes, and integers, in the order of the kernel's parameters."""
+    grid: tuple[int, ...]
+    warps: int
+    stages: int
+    constants: dict[str, Any]
+
+
+_records: list[list[Call]] = []
+
+
+@contextlib.contextmanager
+def record_calls() -> Iterator[list[Call]]:
+    """Gathers the launches of what is traced meanwhile."""
+    record = []
+    _records.append(record)
+    try:
+        yield record
+    finally:
+        _records.remove(record)
+
+
 def call(
+    name: str,
     kernel: Any,
     inputs: Sequence[Array | None],
     sizes: Sequence[int],
@@ -33,10 +62,15 @@ def call(
     placeholder = jax.ShapeDtypeStruct((1,), jnp.float32)
     arguments = [present if x is None else x for x in inputs]
     out_shape = [placeholder if x is None else x for x in outputs]
+    for record in _records:
+        everything = [*arguments, *sizes, *out_shape]
+        record.append(Call(name, kernel, everything, grid, warps, stages, constants))
     if interpret:
         from .interpret import call_interpreter
 
-        results = call_interpreter(kernel, arguments, sizes, out_shape, grid, aliases, constants)
+        results = call_interpreter(
+            name, kernel, arguments, sizes, out_shape, grid, aliases, constants
+        )
     else:
         results = _jax_triton().triton_call(
             *arguments,
@@ -44,7 +78,7 @@ def call(
             kernel=kernel,
             out_shape=out_shape,
             grid=grid,
-            name=kernel.__name__,
+            name=f"linrec_{name}",
             num_warps=warps,
             num_stages=stages,
             compute_capability=compute_capability,

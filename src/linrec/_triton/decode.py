@@ -88,6 +88,7 @@ def decode(launch: Launch, rows: Inputs) -> tuple[Array, Array]:
     struct = jax.ShapeDtypeStruct
     return tuple(
         call(
+            "decode",
             decode_kernel,
             (
                 rows.q, rows.k, rows.v, rows.gk, rows.gv, rows.g, rows.g_gamma, rows.scale,

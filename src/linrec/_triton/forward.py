@@ -71,6 +71,7 @@ class Problem(NamedTuple):
         config, struct = self.config.walk, jax.ShapeDtypeStruct
         BK, BV = fit(config.key, self.K), fit(config.value, self.V)
         return call(
+            "backward_walk" if backward else "walk",
             walk_kernel,
             (x, y, rows.gk, rows.gv, rows.g, rows.g_gamma, rows.scale, cu_seqlens, start),
             self.sizes,
@@ -93,7 +94,7 @@ class Problem(NamedTuple):
         )
 
     def pairs(
-        self, config: Pairs, rows: Inputs, cu_seqlens, x, y, r, w, h, dh, outputs, *,
+        self, name: str, config: Pairs, rows: Inputs, cu_seqlens, x, y, r, w, h, dh, outputs, *,
         out_is_key: bool, heads: int = 1, grad_gates: bool = False, grad_scalars: bool = False,
     ):  # fmt: skip
         """See the kernel."""
@@ -101,6 +102,7 @@ class Problem(NamedTuple):
         gc, go = (rows.gv, rows.gk) if out_is_key else (rows.gk, rows.gv)
         BO = fit(config.outer, O)
         return call(
+            name,
             pairs_kernel,
             (x, y, r, w, gc, go, rows.g, rows.g_gamma, rows.scale, cu_seqlens, h, dh),
             self.sizes,
@@ -137,7 +139,7 @@ def forward(
     )
     output = jax.ShapeDtypeStruct(rows.output_shape, rows.v.dtype)
     output, *_ = problem.pairs(
-        problem.config.output, rows, cu_seqlens, rows.q, rows.k, None, rows.v, states, None,
+        "output", problem.config.output, rows, cu_seqlens, rows.q, rows.k, None, rows.v, states, None,
         (output, None, None, None, None, None), out_is_key=False,
     )  # fmt: skip
     return output, final_state, states

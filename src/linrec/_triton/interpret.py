@@ -27,6 +27,7 @@ _TYPES = {
 # The interpreter's state is global.
 _lock = threading.RLock()
 _counts: list["Work"] = []
+_tables: list[dict[str, "Work"]] = []
 
 
 @dataclasses.dataclass
@@ -41,17 +42,18 @@ class Work:
 
 
 @contextlib.contextmanager
-def count_work() -> Iterator[Work]:
-    """Counts the work of the kernels that are interpreted meanwhile."""
-    work = Work()
-    _counts.append(work)
+def count_work() -> Iterator[dict[str, Work]]:
+    """Counts the work of the kernels that are interpreted meanwhile, by the names of launches."""
+    table = {}
+    _tables.append(table)
     try:
-        yield work
+        yield table
     finally:
-        _counts.remove(work)
+        _tables.remove(table)
 
 
 def call_interpreter(
+    name: str,
     kernel: Any,
     inputs: Sequence[Array],
     sizes: Sequence[int],
@@ -68,10 +70,23 @@ def call_interpreter(
         results = [np.full(x.shape, np.nan, x.dtype) for x in outputs]
         for i, o in (aliases or {}).items():
             inputs[i] = results[o] = np.array(inputs[i])
-        run(kernel, [*inputs, *sizes, *results], grid, constants)
+        with _counting(name):
+            run(kernel, [*inputs, *sizes, *results], grid, constants)
         return results
 
     return jax.pure_callback(on_host, list(outputs), *inputs)
+
+
+@contextlib.contextmanager
+def _counting(name: str) -> Iterator[None]:
+    with _lock:
+        _counts[:] = [table.setdefault(name, Work()) for table in _tables]
+        for work in _counts:
+            work.launches += 1
+        try:
+            yield
+        finally:
+            _counts.clear()
 
 
 def run(
@@ -84,8 +99,6 @@ def run(
     """Runs a kernel on numpy arrays, in place: all programs of the grid, or those given."""
     grid = grid + (1,) * (3 - len(grid))
     with _interpreting() as builder, np.errstate(all="ignore"):
-        for work in _counts:
-            work.launches += 1
         function = _rewritten(kernel.fn)
         wrapped = [interpreter._implicit_cvt(_pointer(x)) for x in arguments]
         builder.set_grid_dim(*grid)
