@@ -12,7 +12,7 @@ from .forward import Problem
 def backward(
     launch: Launch,
     rows: Inputs,
-    cu_seqlens: Int[Array, "batch num_seqs+1"] | None,
+    cu_seqlens: Int[Array, "batch boundaries"] | None,
     states: Float[Array, "batch slots heads key value"],
     d_output: Array,
     d_final: Array,
@@ -30,7 +30,8 @@ def backward(
     per_chunk = struct((blocks, B, problem.slots, H), jnp.float32)
     per_token = struct((blocks, B, T, H), jnp.float32)
     d_q, d_k, d_gk, d_g, d_gamma, d_scale = problem.pairs(
-        "d_key", config.d_key, rows, cu_seqlens, d_output, rows.v, rows.q, rows.k, states, d_states,
+        "d_key", config.d_key, rows, cu_seqlens,
+        d_output, rows.v, rows.q, rows.k, states, d_states,
         (
             like(rows.q),
             like(rows.k),
@@ -42,7 +43,8 @@ def backward(
         out_is_key=True, heads=problem.groups, grad_gates=rows.gk is not None, grad_scalars=True,
     )  # fmt: skip
     _, d_v, d_gv, *_ = problem.pairs(
-        "d_value", config.d_value, rows, cu_seqlens, rows.q, rows.k, d_output, rows.v, states, d_states,
+        "d_value", config.d_value, rows, cu_seqlens,
+        rows.q, rows.k, d_output, rows.v, states, d_states,
         (None, like(rows.v), like(rows.gv), None, None, None),
         out_is_key=False, heads=problem.groups, grad_gates=rows.gv is not None,
     )  # fmt: skip
@@ -61,7 +63,7 @@ def backward(
 
 
 def _sum_by_sequence(
-    per_slot: Float[Array, "batch slots heads"], cu_seqlens: Int[Array, "batch num_seqs+1"], BT: int
+    per_slot: Float[Array, "batch slots heads"], cu_seqlens: Int[Array, "batch boundaries"], BT: int
 ) -> Float[Array, "batch num_seqs heads"]:
     N = cu_seqlens.shape[1] - 1
     slots = jnp.arange(per_slot.shape[1], dtype=jnp.int32)

@@ -4,6 +4,8 @@ A chunk is `BT` positions in order of time, those from its length on empty. Posi
 token `first + SIGN * i`: reversed sequences differ in `SIGN` only.
 """
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -13,6 +15,7 @@ import triton.language as tl
 ORDINARY = tl.constexpr(40.0)
 
 
+@no_type_check
 @triton.jit
 def find_sequence(cu, i_slot, N, STEPS: tl.constexpr, BT: tl.constexpr):
     """The sequence that owns a slot. Slots of sequence `n` begin at `cu[n] // BT + n`.
@@ -30,6 +33,7 @@ def find_sequence(cu, i_slot, N, STEPS: tl.constexpr, BT: tl.constexpr):
     return b_low
 
 
+@no_type_check
 @triton.jit
 def load_scalar_gates(
     p_g, b_gamma, o_i, length, H: tl.constexpr, SIGN: tl.constexpr,
@@ -43,6 +47,7 @@ def load_scalar_gates(
     return b_g
 
 
+@no_type_check
 @triton.jit
 def load_channel_gates(
     p_gates, p_g, b_gamma, o_i, length, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
@@ -59,6 +64,7 @@ def load_channel_gates(
     return b_gates
 
 
+@no_type_check
 @triton.jit
 def load_decay(
     p_gates, p_g, b_gamma, j, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
@@ -73,12 +79,14 @@ def load_decay(
     return tl.exp(b_gates)
 
 
+@no_type_check
 @triton.jit
 def is_ordinary(b_gates):
     """Not so for NaN and infinities either."""
     return tl.max(tl.sum(tl.abs(b_gates), 0), 0) < ORDINARY
 
 
+@no_type_check
 @triton.jit
 def sums_to_end(
     b_gates, b_sums, ordinary, p_gates, p_g, b_gamma, length, o_c, H: tl.constexpr,
@@ -98,6 +106,7 @@ def sums_to_end(
     return b_rest
 
 
+@no_type_check
 @triton.jit
 def reach(b_gates, b_sums, BT: tl.constexpr):
     """Cumulative sums as seen from the middle of the chunk."""
@@ -110,6 +119,7 @@ def reach(b_gates, b_sums, BT: tl.constexpr):
 # the decays of single tokens, as in the recurrence itself.
 
 
+@no_type_check
 @triton.jit
 def add_scores(
     b_pairs, b_x, p_y, Y_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_c,
@@ -129,6 +139,7 @@ def add_scores(
     return b_pairs
 
 
+@no_type_check
 @triton.jit
 def add_effects(
     b_row, b_col, b_pairs, b_r, b_scale, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma,
@@ -153,6 +164,7 @@ def add_effects(
     return b_row, b_col
 
 
+@no_type_check
 @triton.jit
 def add_shares(
     b_share, b_pairs, b_r, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_c,

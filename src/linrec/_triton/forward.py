@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
     @staticmethod
     def of(
-        launch: Launch, rows: Inputs, cu_seqlens: Int[Array, "batch num_seqs+1"] | None
+        launch: Launch, rows: Inputs, cu_seqlens: Int[Array, "batch boundaries"] | None
     ) -> "Problem":
         B, T, H, K = rows.q.shape
         N, V = rows.initial_state.shape[1], rows.v.shape[-1]
@@ -130,7 +130,7 @@ class Problem(NamedTuple):
 
 
 def forward(
-    launch: Launch, rows: Inputs, cu_seqlens: Int[Array, "batch num_seqs+1"] | None
+    launch: Launch, rows: Inputs, cu_seqlens: Int[Array, "batch boundaries"] | None
 ) -> tuple[Array, Array, Float[Array, "batch slots heads key value"]]:
     """The output, the final states, and the states before every chunk."""
     problem = Problem.of(launch, rows, cu_seqlens)
@@ -139,7 +139,8 @@ def forward(
     )
     output = jax.ShapeDtypeStruct(rows.output_shape, rows.v.dtype)
     output, *_ = problem.pairs(
-        "output", problem.config.output, rows, cu_seqlens, rows.q, rows.k, None, rows.v, states, None,
+        "output", problem.config.output, rows, cu_seqlens,
+        rows.q, rows.k, None, rows.v, states, None,
         (output, None, None, None, None, None), out_is_key=False,
     )  # fmt: skip
     return output, final_state, states

@@ -20,6 +20,8 @@ tensors have `H` heads, column tensors `H / GROUP`: a program that writes `col` 
 heads of its kv head.
 """
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
@@ -36,6 +38,7 @@ from .blocks import (
 )
 
 
+@no_type_check
 @triton.jit
 def pairs_kernel(
     x,

@@ -1,11 +1,14 @@
 """The walk over the chunks of a sequence that leaves the state before each of them."""
 
+from typing import no_type_check
+
 import triton
 import triton.language as tl
 
 from .blocks import is_ordinary, load_channel_gates, load_scalar_gates, sums_to_end
 
 
+@no_type_check
 @triton.jit
 def walk_kernel(
     x,  # forward: k (B, T, H / GROUP, K); backward: q (B, T, H, K), with GROUP 1
