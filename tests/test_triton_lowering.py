@@ -118,7 +118,7 @@ def test_decoding_is_one_launch_in_place():
 def test_export_for_cuda():
     pytest.importorskip("jax_triton")
     safe = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")
-    f = jax.jit(jax.grad(partial(loss, linrec.Auto())))
+    f = jax.jit(jax.value_and_grad(partial(loss, linrec.Auto())))
     exported = jax.export.export(f, platforms=["cuda"], disabled_checks=[safe])(given("g"))
     assert exported.platforms == ("cuda",)
     assert launches(exported.mlir_module()) == 5
