@@ -22,7 +22,7 @@ def plain_scan(inputs: Inputs) -> Array:
 
     def body(h, x):
         q, k, v, g, gk, gv = x
-        over_key = [] if g_gamma is None else [g_gamma[:, None, None]]
+        over_key = [] if g_gamma is None else [g_gamma[None, :, None, None]]
         over_key += [] if g is None else [g[..., None, None]]
         over_key += [] if gk is None else [gk[..., None]]
         if over_key:
@@ -47,7 +47,7 @@ def chunk_scan(inputs: Inputs) -> Array:
     B, T, H, K = q.shape
     g_gamma = inputs.get("g_gamma")
     g, gk, gv = (inputs.get(name) for name in ("g", "gk", "gv"))
-    causal = jnp.tril(jnp.ones((CHUNK, CHUNK), bool))
+    causal = jnp.tril(jnp.ones((1, 1, CHUNK, CHUNK), bool))
 
     def cut(x):
         return x.reshape(B, T // CHUNK, CHUNK, H, -1).transpose(1, 0, 3, 2, 4)
@@ -72,7 +72,7 @@ def chunk_scan(inputs: Inputs) -> Array:
             of_state = of_state * of_output[..., -1:, :]
         scores = _dot("bhik,bhjk->bhij", q, k)
         if g_gamma is not None:
-            fixed = jnp.broadcast_to(g_gamma[:, None, None], (1, H, CHUNK, 1))
+            fixed = jnp.broadcast_to(g_gamma[None, :, None, None], (1, H, CHUNK, 1))
             g = fixed if g is None else g + fixed
         if g is not None:
             total = jnp.cumsum(g, axis=-2)

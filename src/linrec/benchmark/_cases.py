@@ -56,11 +56,11 @@ class Case(NamedTuple):
         for i, name in enumerate(shapes):
             if name not in ("query", "key", "value", *self.gates):
                 continue
-            x = jax.random.normal(jax.random.key(i), shapes[name])
+            x = jax.random.normal(jax.random.key(i), shapes[name], jnp.float32)
             if name == "key":
                 x = x * K**-0.5
             elif name == "g_gamma":  # the decays of RetNet
-                x = jnp.log1p(-(2.0 ** (-5 - jnp.arange(H) * 4 / H)))
+                x = jnp.log1p(-jnp.exp2(-5 - jnp.arange(H, dtype=jnp.float32) * 4 / H))
             elif name.startswith("g"):  # the gates of GLA
                 x = jax.nn.log_sigmoid(x) / 16
             # The gates of a model in half precision are float32.
@@ -70,7 +70,7 @@ class Case(NamedTuple):
     def cotangent(self) -> Array:
         """What the output's gradient is taken along."""
         B, T, H, _, V = self.shape
-        return jax.random.normal(jax.random.key(7), (B, T, H, V)).astype(self.dtype)
+        return jax.random.normal(jax.random.key(7), (B, T, H, V), jnp.float32).astype(self.dtype)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Who is right. A wrong answer is never timed or weighed as if it were right."""
 
+import textwrap
 from typing import Any, NamedTuple
 
 import jax
@@ -62,8 +63,8 @@ class Problem(NamedTuple):
                 return Verdict(None, None, f"needs {program.temp_bytes / 2**30:.1f} GiB")
             results = program.call()
         except Exception as error:  # whatever a contestant raises is how it fared
-            lines = str(error).strip().splitlines() or [""]
-            return Verdict(None, None, f"fails: {type(error).__name__}: {lines[0]}")
+            message = textwrap.shorten(str(error), 80, placeholder="...")
+            return Verdict(None, None, f"fails: {type(error).__name__}: {message}")
         if not contestant.same_maths:
             return Verdict(program, None, None)
         errors = {name: self._error(name, x) for name, x in results.items()}

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtyping import Array
 
@@ -21,7 +21,7 @@ class Contestant(NamedTuple):
     run: Callable[[Inputs], Array]
     unsupported: Callable[[Case], str | None] = lambda case: None
     """Why it cannot run a case, or `None` if it can."""
-    build: Callable[[Callable, Inputs, Array | None], Program] = compile_jax
+    build: Callable[[Callable, Inputs, Any], Program] = compile_jax
     same_maths: bool = True
     """Whether it is this recurrence that it computes, so that its answer can be checked."""
     module: str = "jax"
@@ -58,13 +58,19 @@ def linrec_method(text: str, chunk_size: int | None = None) -> Contestant:
     )
 
 
-def choose(methods: Sequence[str], peers: bool) -> list[Contestant]:
+def choose(methods: Sequence[str], peers: Sequence[str] | None) -> list[Contestant]:
+    """`peers` are names, none for all of them, `None` for none of them."""
     chosen = [BASELINE, CHUNK_SCAN, *map(linrec_method, methods)]
-    if peers:
-        from ._peers import PEERS
+    if peers is None:
+        return chosen
+    from ._peers import PEERS
 
-        missing = [peer.name for peer in PEERS if not peer.installed()]
-        if missing:
-            print(f"not installed: {', '.join(missing)}")
-        chosen += [peer for peer in PEERS if peer.installed()]
-    return chosen
+    names = [peer.name for peer in PEERS]
+    unknown = set(peers) - set(names)
+    if unknown:
+        raise SystemExit(f"--peers: expected names among {names}, got {sorted(unknown)}")
+    asked = [peer for peer in PEERS if not peers or peer.name in peers]
+    missing = [peer.name for peer in asked if not peer.installed()]
+    if missing:
+        print(f"not installed: {', '.join(missing)}")
+    return chosen + [peer for peer in asked if peer.installed()]

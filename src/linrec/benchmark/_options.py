@@ -32,7 +32,12 @@ def add_case_options(parser: argparse.ArgumentParser, shapes: Sequence[tuple[int
         metavar="METHOD",
         help="of linrec, with an option if need be: chunked, chunked:128, scan (default: auto)",
     )
-    parser.add_argument("--peers", action="store_true", help="add other libraries, if installed")
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        metavar="PEER",
+        help="add what one would take instead, where installed: those named, or all of them",
+    )
     parser.add_argument(
         "--memory-limit",
         type=float,

@@ -6,7 +6,7 @@ from jaxtyping import Array
 
 from ._cases import Case
 from ._contestants import Contestant
-from ._programs import Inputs
+from ._programs import Inputs, run_eagerly
 from ._torch import run_torch
 
 
@@ -17,8 +17,8 @@ def _only(*gates: str):
 def _scalar_gate(inputs: Inputs) -> Array:
     """One gate per token and head, for those who have no fixed decay, or cannot do without."""
     B, T, H, _ = inputs["query"].shape
-    g = jnp.zeros((B, T, H)) if "g" not in inputs else inputs["g"]
-    return g + inputs["g_gamma"] if "g_gamma" in inputs else g
+    g = inputs.get("g", jnp.zeros((B, T, H), jnp.float32))
+    return g + inputs["g_gamma"][None, None] if "g_gamma" in inputs else g
 
 
 def _jla(inputs: Inputs) -> Array:
@@ -35,9 +35,11 @@ def _ejkernel(inputs: Inputs) -> Array:
         recurrent,
     )
 
+    if "g" in inputs:  # per key channel here
+        inputs = inputs | {"g": jnp.broadcast_to(inputs["g"][..., None], inputs["query"].shape)}
     # Without a state it makes one of the wrong shape where keys and values differ in size.
     (B, _, H, K), V = inputs["query"].shape, inputs["value"].shape[-1]
-    return recurrent(**inputs, initial_state=jnp.zeros((B, H, K, V)))[0]
+    return recurrent(**inputs, initial_state=jnp.zeros((B, H, K, V), jnp.float32))[0]
 
 
 def _associative_scan(inputs: Inputs) -> Array:
@@ -96,15 +98,10 @@ def _fla(inputs):
 
 PEERS = (
     Contestant("jla", _jla, _only("none", "g", "g_gamma", "gk"), module="jla"),
-    Contestant(
-        "ejkernel XLA",
-        _ejkernel,
-        _only("none", "g_gamma", "gk", "gv", "all"),
-        module="ejkernel",
-    ),
+    Contestant("ejkernel", _ejkernel, module="ejkernel"),
+    # Its gradients, and its fixed decay, cannot be traced.
+    Contestant("ejkernel-no-jit", _ejkernel, build=run_eagerly, module="ejkernel"),
     Contestant("associative_scan", _associative_scan),
-    Contestant("softmax attention", _softmax_attention, _no_softmax, same_maths=False),
-    Contestant(
-        "fla naive (torch)", _fla, _only("none", "g", "g_gamma", "gk"), run_torch, module="fla"
-    ),
+    Contestant("softmax", _softmax_attention, _no_softmax, same_maths=False),
+    Contestant("fla-torch", _fla, _only("none", "g", "g_gamma", "gk"), run_torch, module="fla"),
 )

@@ -20,13 +20,12 @@ class Program(NamedTuple):
     temp_bytes: int | None
 
 
-def compile_jax(run: Callable[[Inputs], Array], inputs: Inputs, cotangent: Array | None) -> Program:
-    """`run` forward, or also backward if there is a `cotangent`, as one XLA program.
+def compile_jax(run: Callable[[Inputs], Array], inputs: Inputs, cotangent: Any) -> Program:
+    """`run` forward, or also backward if `cotangent` is not `None`, as one XLA program.
 
     Arrays may be `jax.ShapeDtypeStruct`s where the program is not to be called.
     """
-    program = _forward(run) if cotangent is None else _forward_and_backward(run)
-    arguments = (inputs,) if cotangent is None else (inputs, cotangent)
+    program, arguments = _program(run, inputs, cotangent)
     start = time.perf_counter()
     compiled = jax.jit(program).lower(*arguments).compile()
     seconds = time.perf_counter() - start
@@ -35,14 +34,19 @@ def compile_jax(run: Callable[[Inputs], Array], inputs: Inputs, cotangent: Array
     return Program(lambda: jax.block_until_ready(compiled(*arguments)), seconds, temp_bytes)
 
 
-def _forward(run):
-    return lambda inputs: {"output": run(inputs)}
+def run_eagerly(run: Callable[[Inputs], Array], inputs: Inputs, cotangent: Any) -> Program:
+    """As `compile_jax`, operation by operation, for what cannot be traced."""
+    program, arguments = _program(run, inputs, cotangent)
+    return Program(lambda: jax.block_until_ready(program(*arguments)), None, None)
 
 
-def _forward_and_backward(run):
-    def program(inputs, cotangent):
+def _program(run, inputs, cotangent):
+    if cotangent is None:
+        return lambda inputs: {"output": run(inputs)}, (inputs,)
+
+    def forward_and_backward(inputs, cotangent):
         output, pull_back = jax.vjp(run, inputs)
         (gradients,) = pull_back(cotangent)
         return {"output": output} | {f"gradient of {name}": x for name, x in gradients.items()}
 
-    return program
+    return forward_and_backward, (inputs, cotangent)

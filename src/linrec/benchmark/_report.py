@@ -57,6 +57,16 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(table)
 
 
+def describe(forward: dict[str, Any], both: dict[str, Any]) -> str:
+    """How right a contestant is, from the records of its two passes."""
+    if forward["problem"] == both["problem"] and both["problem"]:
+        return both["problem"]
+    troubles = [f"{r['pass']} {r['problem']}" for r in (forward, both) if r["problem"]]
+    if troubles:
+        return "; ".join(troubles)
+    return "not comparable" if both["error"] is None else f"right to {both['error']:.0e}"
+
+
 def write_json(path: Path, command: str, records: Sequence[dict[str, Any]]) -> None:
     device = jax.devices()[0]
     document = {

@@ -1,6 +1,7 @@
 """Contestants that are written in torch."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +10,7 @@ from jaxtyping import Array
 from ._programs import Inputs, Program
 
 
-def run_torch(run: Callable, inputs: Inputs, cotangent: Array | None) -> Program:
+def run_torch(run: Callable, inputs: Inputs, cotangent: Any) -> Program:
     """As `compile_jax`, for a function of torch tensors: nothing is compiled, memory not known."""
     import torch  # pyright: ignore[reportMissingImports]
 

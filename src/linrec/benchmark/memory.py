@@ -9,7 +9,7 @@ from ._cases import Case
 from ._check import Problem
 from ._contestants import choose, Contestant
 from ._options import add_case_options, cases, failed, memory_limit, PASSES
-from ._report import print_table, progress, write_bars, write_json
+from ._report import describe, print_table, progress, write_bars, write_json
 
 
 MIB = 2**20
@@ -67,7 +67,6 @@ def _print(case: Case, records: list[dict[str, Any]]) -> None:
         for record in (forward, both):
             size = record["temp_bytes"]
             row.append("-" if size is None else f"{size / MIB:.1f}")
-        troubles = [f"{r['pass']} {r['problem']}" for r in (forward, both) if r["problem"]]
-        rows.append([*row, "; ".join(troubles) or f"right to {both['error']:.0e}"])
+        rows.append([*row, describe(forward, both)])
     columns = ["contestant", *(f"{which} MiB" for which in PASSES), "answer"]
     print_table(f"{case}: temporary memory", columns, rows)

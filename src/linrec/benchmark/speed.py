@@ -7,7 +7,7 @@ from ._cases import Case, SHAPES
 from ._check import Problem
 from ._contestants import BASELINE, choose, Contestant
 from ._options import add_case_options, cases, failed, memory_limit, PASSES
-from ._report import print_table, progress, write_bars, write_json
+from ._report import describe, print_table, progress, write_bars, write_json
 from ._timing import interleave
 
 
@@ -96,12 +96,7 @@ def _print(case: Case, records: list[dict[str, Any]]) -> None:
             row += [number(record, "ms", "{:.1f}"), number(record, "ms_median", "({:.1f})")]
             row += [number(record, "times_as_fast", "{:.2f}")]
             row += [number(record, "compile_seconds", "{:.1f}")]
-        troubles = dict.fromkeys(
-            f"{record['pass']} {record['problem']}"
-            for record in (forward, both)
-            if record["problem"]
-        )
-        row.append("; ".join(troubles) or number(both, "error", "right to {:.0e}"))
+        row.append(describe(forward, both))
         rows.append(row)
     print_table(f"{case}; ratio: times as fast as {BASELINE.name}", [*columns, "answer"], rows)
 
