@@ -110,10 +110,8 @@ def write_bars(
                 places = [x + (n + 0.5) / len(names) * 0.8 - 0.4 for x in bars]
                 axes.bar(places, list(bars.values()), 0.8 / len(names), color=f"C{n}", label=name)
             axes.set_xticks(range(len(panel)), list(panel))
-            axes.set_yscale("log")
             axes.set_title(f"{row}, {column}", fontsize=10)
-            axes.grid(axis="y", alpha=0.3)
-            axes.spines[["top", "right"]].set_visible(False)
+            _style(axes, log_y=True)
             if j == 0:
                 axes.set_ylabel(unit)
     handles, labels = grid[0][0].get_legend_handles_labels()
@@ -133,16 +131,27 @@ def write_lines(
         for name, line in lines.items():
             axes.plot(list(line), list(line.values()), marker="o", label=name)
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log" if log_y else "linear")
-        if not log_y:
-            axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_formatter(lambda T, _: f"{T / 1024:g}k")
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("tokens")
         axes.set_ylabel(unit)
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
+        _style(axes, log_y)
         axes.legend(frameon=False, fontsize=8)
     _save(figure, path)
+
+
+def _style(axes: Any, log_y: bool) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    if log_y:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _save(figure: Any, path: Path) -> None:
