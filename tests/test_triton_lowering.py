@@ -115,6 +115,15 @@ def test_decoding_is_one_launch_in_place():
     assert "output_operand_alias" in text
 
 
+def test_step_is_one_launch():
+    one = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((H, K, K), jnp.float32)
+    token = (one(H, K), one(H // 2, K), one(H // 2, K))
+    assert launches(text_for_cuda(linrec.step, state, *token)) == 1
+    text = jax.jit(linrec.step).lower(state, *token).as_text()
+    assert launches(text) == 0
+
+
 def test_export_for_cuda():
     pytest.importorskip("jax_triton")
     safe = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")

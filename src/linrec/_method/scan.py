@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,7 +8,9 @@ from jaxtyping import Array, Float
 from .._inputs import canonicalise, Inputs
 from .._types import AnyArray, FinalState, FixedGate, Scale, State
 from .._varlen import sequence_of_token
+from .auto import Auto, by_platform
 from .base import AbstractMethod
+from .triton import Triton
 
 
 class Scan(AbstractMethod):
@@ -103,11 +106,20 @@ def step(
         False,
         None,
     )
+    on_gpu = Auto().select(inputs, "gpu")
+    if isinstance(on_gpu, Triton):
+        o, h = by_platform(partial(on_gpu.decode, in_xla=_one_token), _one_token, inputs)
+    else:
+        o, h = _one_token(inputs)
+    o, h = layout.restore(o, h)
+    return jnp.squeeze(o, -3), h
+
+
+def _one_token(inputs: Inputs) -> tuple[Array, Array]:
     token = jax.tree.map(lambda x: x[:, 0], _tokens(inputs))
     gamma = None if inputs.g_gamma is None else inputs.g_gamma[:, 0]
     o, h = _step(inputs.initial_state[:, 0], token, gamma, inputs.scale, inputs.precision)
-    o, h = layout.restore(o[:, None], h[:, None])
-    return jnp.squeeze(o, -3), h
+    return o[:, None], h[:, None]
 
 
 def _tokens(inputs: Inputs):

@@ -1,8 +1,9 @@
 """The Triton kernels as a method: derivatives, `vmap`, `shard_map`."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -75,9 +76,17 @@ class Triton(AbstractMethod):
         if cu_seqlens is not None:  # one of each row's own, so that it can be mapped over
             shape = (inputs.q.shape[0], *cu_seqlens.shape)
             cu_seqlens = jnp.broadcast_to(cu_seqlens, shape)
+        return _run(self._launch(), (rows, cu_seqlens))
+
+    def decode(self, inputs: Inputs, in_xla: Callable[[Inputs], Any]) -> tuple[Array, Array]:
+        """What `in_xla(inputs)` computes, in one launch. Derivatives are those of `in_xla`."""
+        if inputs.q.shape[-1] > _DECODE_KEY or 0 in inputs.initial_state.shape:
+            return in_xla(inputs)
+        return _decode_as(self._launch(), in_xla, inputs)
+
+    def _launch(self) -> Launch:
         capability = self.compute_capability or _compute_capability()
-        launch = Launch(self.config, self.input_precision, capability, self.interpret)
-        return _run(launch, (rows, cu_seqlens))
+        return Launch(self.config, self.input_precision, capability, self.interpret)
 
 
 def _compute_capability() -> int:
@@ -110,6 +119,17 @@ def _run_backward(launch, residuals, cotangents):
 
 
 _run.defvjp(_run_forward, _run_backward)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _decode_as(launch, in_xla, inputs):
+    return fold_vmap(partial(_decode, launch))((inputs, None), None)
+
+
+@_decode_as.defjvp
+def _decode_as_jvp(launch, in_xla, primals, tangents):
+    _, tangents_out = jax.jvp(in_xla, primals, tangents)
+    return _decode_as(launch, in_xla, *primals), tangents_out
 
 
 def _forward_call(launch):
