@@ -12,15 +12,13 @@ from jaxtyping import Array
 
 from .._inputs import Inputs, vary_alike
 from .._transform import fold_vmap
-from .._triton.config import KernelConfig, Launch
+from .._triton.config import KernelConfig, Launch, MAX_DECODE_KEY
 from .base import AbstractMethod
 from .chunked import Chunked
 
 
 # Up to this many tokens are decoded: one launch instead of two, no states of chunks.
 _FEW_TOKENS = 8
-# Key channels that the decoding kernel can hold.
-_DECODE_KEY = 1024
 # Where there is no GPU that could be asked.
 _COMPUTE_CAPABILITY = 90
 
@@ -80,7 +78,7 @@ class Triton(AbstractMethod):
 
     def decode(self, inputs: Inputs, in_xla: Callable[[Inputs], Any]) -> tuple[Array, Array]:
         """What `in_xla(inputs)` computes, in one launch. Derivatives are those of `in_xla`."""
-        if inputs.q.shape[-1] > _DECODE_KEY or 0 in inputs.initial_state.shape:
+        if inputs.q.shape[-1] > MAX_DECODE_KEY or 0 in inputs.initial_state.shape:
             return in_xla(inputs)
         return _decode_as(self._launch(), in_xla, inputs)
 
@@ -102,7 +100,7 @@ def _compute_capability() -> int:
 def _run(launch, problem):
     rows, cu_seqlens = problem
     _, T, _, K = rows.q.shape
-    if T <= _FEW_TOKENS and K <= _DECODE_KEY and cu_seqlens is None:
+    if T <= _FEW_TOKENS and K <= MAX_DECODE_KEY and cu_seqlens is None:
         return fold_vmap(partial(_decode, launch), _in_xla)(problem, None)
     output, final_state, _ = _forward_call(launch)(problem, None)
     return output, final_state

@@ -4,6 +4,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 
+# Key channels that a program of the decoding kernel can hold.
+MAX_DECODE_KEY = 1024
+
+
 class Walk(NamedTuple):
     """The walk over the chunks: the tile of the state that a program carries."""
 
