@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from . import nn as nn
 from ._method.auto import Auto as Auto
 from ._method.base import AbstractMethod as AbstractMethod
 from ._method.chunked import Chunked as Chunked
