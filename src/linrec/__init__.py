@@ -14,6 +14,7 @@ from ._recurrent import (
     recurrent as recurrent,
     recurrent_gla as recurrent_gla,
 )
+from ._scan_chunks import scan_chunks as scan_chunks
 
 
 __version__ = _version("linrec")

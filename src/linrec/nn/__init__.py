@@ -10,6 +10,7 @@ from ._feature_map import (
     squared_relu as squared_relu,
 )
 from ._gated_linear_attention import GatedLinearAttention as GatedLinearAttention
+from ._generate import generate as generate
 from ._hgrn2 import HGRN2 as HGRN2
 from ._language_model import LanguageModel as LanguageModel
 from ._layer import AbstractLayer as AbstractLayer, AbstractMixer as AbstractMixer

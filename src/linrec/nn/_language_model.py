@@ -6,9 +6,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from .._method.base import AbstractMethod
 from ._block import Block
 from ._layer import AbstractLayer, AbstractMixer
 from ._linear import Init, make_linear
+from ._precision import wide_dtype
 from ._timeline import AbstractTimeline
 
 
@@ -105,15 +107,6 @@ class LanguageModel(AbstractLayer):
     def run(
         self, x: Int[Array, " seq"], state: tuple[PyTree[Array], ...], time: AbstractTimeline
     ) -> tuple[Float[Array, "seq vocab"], tuple[PyTree[Array], ...]]:
-        y, state = self._features(x, state, time)
-        return self._logits(y), state
-
-    def loss(
-        self, tokens: Int[Array, " seq"], targets: Int[Array, " seq"], state: PyTree[Array] = None
-    ):
-        raise NotImplementedError
-
-    def _features(self, tokens, state, time):
         arrays, static = eqx.partition(self.pattern, eqx.is_array)
 
         def repetition(x, pattern_and_states):
@@ -124,13 +117,42 @@ class LanguageModel(AbstractLayer):
                 new_states.append(state)
             return x, tuple(new_states)
 
-        x = jax.vmap(self.embedding)(tokens)
-        x, state = jax.lax.scan(repetition, x, (arrays, time.layers_first(state)))
-        return jax.vmap(self.norm)(x), time.layers_first(state)
-
-    def _logits(self, x: Float[Array, "seq dim"]) -> Float[Array, "seq vocab"]:
+        y = jax.vmap(self.embedding)(x)
+        y, state = jax.lax.scan(repetition, y, (arrays, time.layers_first(state)))
         weight = self.embedding.weight if self.head is None else self.head.weight
-        return jnp.einsum("td,vd->tv", x, weight, preferred_element_type=jnp.float32)
+        logits = jnp.einsum(
+            "td,vd->tv",
+            jax.vmap(self.norm)(y),
+            weight,
+            preferred_element_type=wide_dtype(weight.dtype),
+        )
+        return logits, time.layers_first(state)
+
+    def loss(
+        self,
+        tokens: Int[Array, " seq"],
+        targets: Int[Array, " seq"],
+        state: tuple[PyTree[Array], ...] | None = None,
+        *,
+        cu_seqlens: Int[Array, " num_seqs+1"] | None = None,
+        chunk_size: int | None = None,
+        method: AbstractMethod | None = None,
+    ) -> tuple[Float[Array, ""], tuple[PyTree[Array], ...]]:
+        """The cross-entropy of the targets, added up over the tokens.
+
+        A sum, so that the losses of the pieces of a sequence add up to that of the whole. See
+        [`linrec.scan_chunks`][] for sequences whose logits would not fit into memory.
+
+        **Arguments:** `targets` are what `tokens` should predict: most often the tokens one place
+        further on. The others are as in `__call__`.
+
+        **Returns:** `(loss, state)`.
+        """
+        logits, state = self(
+            tokens, state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, method=method
+        )
+        predicted = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - predicted), state
 
 
 def _period(blocks: list[Block]) -> int:
