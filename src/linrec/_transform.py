@@ -1,7 +1,11 @@
 """How a method behaves under `jax.vmap` and under differentiation."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 
 def fold_vmap(function, differentiable=None):
@@ -57,3 +61,35 @@ def fold_vmap(function, differentiable=None):
 
     call_with_vjp.defvjp(forward, backward)
     return call_with_vjp
+
+
+def reverse_mode_only(tree, message: str):
+    """Returns `tree`, whose tangents may be transposed but not computed.
+
+    `jax.custom_vjp` has no forward mode either, and says so in words about itself. `message` is for
+    the user.
+    """
+    return jax.tree.map(partial(_reverse_mode_only, message), tree)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _reverse_mode_only(message, x):
+    return x
+
+
+@_reverse_mode_only.defjvp
+def _reverse_mode_only_jvp(message, primals, tangents):
+    (x,), (t,) = primals, tangents
+    return x, _tangent_p.bind(t, message=message)
+
+
+def _refuse(*_, message):
+    raise NotImplementedError(message)
+
+
+_tangent_p = Primitive("linrec_tangent")
+_tangent_p.def_impl(_refuse)
+_tangent_p.def_abstract_eval(lambda t, *, message: t)
+ad.deflinear2(_tangent_p, lambda ct, _, *, message: [ct])
+batching.defvectorized(_tangent_p)
+mlir.register_lowering(_tangent_p, _refuse)

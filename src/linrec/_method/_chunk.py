@@ -1,5 +1,7 @@
 """What happens inside one chunk. Equation numbers are those of the mathematics page."""
 
+from functools import partial
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ from jaxtyping import Array, Bool, Float, Int
 # While the log-decays of a block sum up to less than this, factors e^A and e^-A are exact to
 # rounding and far from overflow.
 _ORDINARY = 40.0
+# Stands for -inf: e^g is 0 all the same, and a product with 0 is not NaN.
+_FORGET = -1e30
 # Tokens of the blocks that a chunk is cut into where its gates are not ordinary.
 _SMALL = 16
 
@@ -44,47 +48,82 @@ def chunk_forms(size: int, per_channel: bool) -> list:
     return [_factorised, _explicit if size <= _SMALL else _in_small_blocks]
 
 
-def _by_decay_matrix(chunk: Chunk, h: Array, diagonal: bool = True) -> tuple[Array, Array]:
+def _by_decay_matrix(chunk: Chunk, h: Array) -> tuple[Array, Array]:
     """No gate per channel: one decay for each pair of tokens, at any strength."""
-    q, k, v = chunk.q, chunk.k, chunk.v
-    scores = chunk.dot("bhik,bhjk->bhij", q, k)
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool), 0 if diagonal else -1)
-    past = chunk.dot("bhik,bhkv->bhiv", q, h)
+    scores = chunk.dot("bhik,bhjk->bhij", chunk.q, chunk.k)
+    scores, past, h = _decay(chunk, scores, h)
+    return chunk.dot("bhij,bhjv->bhiv", scores, chunk.v) + past, h
+
+
+def _decay(chunk: Chunk, scores: Array, h: Array) -> tuple[Array, Array, Array]:
+    """Gives what is read of the chunk, what is read of the past, and the next state."""
+    past, k = chunk.dot("bhik,bhkv->bhiv", chunk.q, h), chunk.k
     if chunk.g is not None:
         between = _sums_between(chunk.g)
-        from_start, to_end = _from_start(between, chunk.g), _to_end(between)
+        from_start = _from_start(between, chunk.g)
         scores = scores * jnp.exp(between[..., 0])
-        past = past * jnp.exp(from_start)
-        k = k * jnp.exp(to_end)
-        h = h * jnp.exp(from_start[..., -1:, :])
-    scores = jnp.where(causal, scores, 0)
-    o = chunk.dot("bhij,bhjv->bhiv", scores, v) + past
-    return o, h + chunk.dot("bhjk,bhjv->bhkv", k, v)
+        past = _scale_rows(past, jnp.exp(from_start))
+        k = _scale_rows(k, jnp.exp(_to_end(between)))
+        h = _scale_rows(h, jnp.broadcast_to(jnp.exp(from_start[..., -1:, :]), (*h.shape[:-1], 1)))
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jnp.where(causal, scores, 0), past, h + chunk.dot("bhjk,bhjv->bhkv", k, chunk.v)
 
 
 def _factorised(chunk: Chunk, h: Array) -> tuple[Array, Array]:
-    """e^(A_i - A_j) as a product of two factors, then as if there were no gates per channel.
-
-    A token's effect on itself has no decay in it. It is added apart, since in the gates' gradient
-    its two halves cancel on paper only.
-    """
+    """e^(A_i - A_j) as a product of two factors, then as if there were no gates per channel."""
     q, k, v = chunk.q, chunk.k, chunk.v
-    itself = jnp.sum(q * k, -1, keepdims=True) * v
-    after = 1.0
-    if chunk.gk is not None:
+    after = jnp.ones((*h.shape[:-1], 1), h.dtype)
+    if chunk.gk is None:
+        scores = chunk.dot("bhik,bhjk->bhij", q, k)
+    else:
         reach, middle = _reach(chunk.gk)
+        scores = _decayed_scores(chunk.precision, q, k, reach)
         q, k = q * jnp.exp(reach), k * jnp.exp(-reach)
         h = h * _column(jnp.exp(middle))
         after = _column(jnp.exp(reach[..., -1:, :]))
-    on_output = 1.0
-    if chunk.gv is not None:
-        reach, middle = _reach(chunk.gv)
-        v, on_output = v * jnp.exp(-reach), jnp.exp(reach)
-        h = h * jnp.exp(middle)
-        after = after * on_output[..., -1:, :]
-    without = Chunk(q, k, v, chunk.g, None, None, chunk.precision)
-    o, h = _by_decay_matrix(without, h, diagonal=False)
-    return o * on_output + itself, h * after
+    if chunk.gv is None:
+        without = Chunk(q, k, v, chunk.g, None, None, chunk.precision)
+        scores, past, h = _decay(without, scores, h)
+        return chunk.dot("bhij,bhjv->bhiv", scores, v) + past, _scale_rows(h, after)
+    reach, middle = _reach(chunk.gv)
+    without = Chunk(q, k, v * jnp.exp(-reach), chunk.g, None, None, chunk.precision)
+    scores, past, h = _decay(without, scores, h * jnp.exp(middle))
+    # As in `_decayed_scores`, what a token reads of itself has no decay in it.
+    itself = jnp.eye(scores.shape[-1], dtype=bool)
+    others = chunk.dot("bhij,bhjv->bhiv", jnp.where(itself, 0, scores), without.v)
+    own = jnp.sum(jnp.where(itself, scores, 0), -1, keepdims=True) * v
+    h = _scale_rows(h, after) * jnp.exp(reach[..., -1:, :])
+    return (others + past) * jnp.exp(reach) + own, h
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _decayed_scores(precision, q, k, reach):
+    """(q_i e^A_i) . (k_j e^-A_j), whose gradient leaves a token's effect on itself out of the gates.
+
+    There is no decay in that effect: its two halves in the gradient cancel, but on paper only. Under
+    strong decay their rounding errors would be all that is left.
+    """
+    return jnp.einsum(
+        "bhik,bhjk->bhij", q * jnp.exp(reach), k * jnp.exp(-reach), precision=precision
+    )
+
+
+def _decayed_scores_forward(precision, q, k, reach):
+    return _decayed_scores(precision, q, k, reach), (q, k, reach)
+
+
+def _decayed_scores_backward(precision, residuals, d_scores):
+    q, k, reach = residuals
+    grow, shrink = jnp.exp(reach), jnp.exp(-reach)
+    itself = jnp.eye(d_scores.shape[-1], dtype=bool)
+    d_own = jnp.sum(jnp.where(itself, d_scores, 0), -1, keepdims=True)
+    d_others = jnp.where(itself, 0, d_scores)
+    d_q = grow * jnp.einsum("bhij,bhjk->bhik", d_others, k * shrink, precision=precision)
+    d_k = shrink * jnp.einsum("bhij,bhik->bhjk", d_others, q * grow, precision=precision)
+    return d_q + d_own * k, d_k + d_own * q, q * d_q - k * d_k
+
+
+_decayed_scores.defvjp(_decayed_scores_forward, _decayed_scores_backward)
 
 
 def _explicit(chunk: Chunk, h: Array) -> tuple[Array, Array]:
@@ -139,18 +178,24 @@ def _in_small_blocks(chunk: Chunk, h: Array) -> tuple[Array, Array]:
 def _sums_between(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk chunk x"]:
     """The sum of `g` after token `j` up to token `i`, at `[i, j]`; zeros where `j >= i`.
 
-    Blocks of tokens are merged in pairs, so that sums are only ever added. A difference of two
-    cumulative sums would lose digits after a strong gate, and everything after `-inf`.
+    Sums are only ever added. A difference of two cumulative sums would lose digits after a strong
+    gate, and everything after `-inf`.
     """
     *rows, C, X = g.shape
-    sums = jnp.zeros((*rows, C, 1, 1, X), g.dtype)
-    width = 1
-    while width < C:
-        before, after = sums[..., 0::2, :, :, :], sums[..., 1::2, :, :, :]
-        first = g.reshape(*rows, -1, 2, width, X)[..., 1, 0, :][..., None, None, :]
-        across = after[..., :1, :] + first + before[..., -1:, :, :]
-        upper = jnp.concatenate([before, jnp.zeros_like(before)], -2)
-        lower = jnp.concatenate([across, after], -2)
+    g = jnp.maximum(g, _FORGET)
+    width = min(C, _SMALL)
+    # In blocks of `width` tokens: drop what is not after `j`, add up what is left until `i`.
+    i, j = jnp.arange(width)[:, None], jnp.arange(width)
+    blocks = g.reshape(*rows, -1, width, 1, X)
+    after = jnp.where((i > j)[..., None], blocks, 0)
+    until = (i >= j).astype(g.dtype)
+    sums = jnp.einsum("is,...sjx->...ijx", until, after, precision=jax.lax.Precision.HIGHEST)
+    while width < C:  # then merge blocks in pairs
+        first, second = sums[..., 0::2, :, :, :], sums[..., 1::2, :, :, :]
+        between = _from_start(second, blocks.reshape(*rows, -1, 2, width, X)[..., 1, :, :])
+        across = between[..., None, :] + _to_end(first)[..., None, :, :]
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], -2)
+        lower = jnp.concatenate([across, second], -2)
         sums = jnp.concatenate([upper, lower], -3)
         width *= 2
     return sums[..., 0, :, :, :]
@@ -167,10 +212,29 @@ def _to_end(between: Array) -> Float[Array, "*rows chunk x"]:
 def _reach(g: Float[Array, "*rows chunk x"]) -> tuple[Array, Array]:
     """Cumulative sums as seen from the middle of the chunk, and the sum up to there."""
     C = g.shape[-2]
-    causal = jnp.tril(jnp.ones((C, C), g.dtype))
-    sums = jnp.einsum("ij,bhjk->bhik", causal, g, precision=jax.lax.Precision.HIGHEST)
+    causal = jnp.broadcast_to(jnp.tril(jnp.ones((C, C), g.dtype)), (*g.shape[:-2], C, C))
+    sums = jnp.einsum("...ij,...jx->...ix", causal, g, precision=jax.lax.Precision.HIGHEST)
     middle = jax.lax.stop_gradient(sums[..., C // 2, :][..., None, :])
     return sums - middle, middle
+
+
+@jax.custom_vjp
+def _scale_rows(x: Float[Array, "*rows n x"], factor: Float[Array, "*rows n 1"]):
+    """`x * factor`. A product with ones sums its gradient: XLA is slow at sums along rows on CPUs."""
+    return x * factor
+
+
+def _scale_rows_forward(x, factor):
+    return x * factor, (x, factor)
+
+
+def _scale_rows_backward(residuals, d_y):
+    x, factor = residuals
+    ones = jnp.ones((x.shape[-1], 1), x.dtype)
+    return d_y * factor, jnp.matmul(x * d_y, ones, precision=jax.lax.Precision.HIGHEST)
+
+
+_scale_rows.defvjp(_scale_rows_forward, _scale_rows_backward)
 
 
 def _column(x: Float[Array, "*rows 1 key"]) -> Float[Array, "*rows key 1"]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from .._inputs import Inputs
-from .._transform import fold_vmap
+from .._transform import fold_vmap, reverse_mode_only
 from .._varlen import Chunks, plan_chunks
 from .base import AbstractMethod
 from ._chunk import Chunk, chunk_forms
@@ -37,7 +37,11 @@ class Chunked(AbstractMethod):
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         if 0 in inputs.q.shape or 0 in inputs.output_shape:
             return inputs.zeros(inputs.output_shape, inputs.v.dtype), inputs.initial_state
-        rows = dataclasses.replace(inputs, cu_seqlens=None)
+        rows = reverse_mode_only(
+            dataclasses.replace(inputs, cu_seqlens=None),
+            "`linrec.Chunked` has no forward-mode derivatives (`jax.jvp`, `jax.jacfwd`). Use "
+            "`linrec.recurrent(..., method=linrec.Scan())` for those.",
+        )
         return _run(self.block, rows, inputs.cu_seqlens)
 
 
