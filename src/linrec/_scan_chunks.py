@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -71,14 +72,14 @@ def scan_chunks(
     ((T,),) = lengths
 
     # In a loop, common subexpressions cannot undo the checkpoint: no need to guard against it.
-    @jax.checkpoint(prevent_cse=False)
+    @partial(jax.checkpoint, prevent_cse=False)
     def run_chunk(state, chunk):
         ys, state = function(chunk, jax.lax.stop_gradient(state) if truncate else state)
         return state, ys
 
-    @jax.checkpoint(prevent_cse=False)
-    def run_group(state, group):
-        return _scan(run_chunk, chunk_size, state, group)
+    @partial(jax.checkpoint, prevent_cse=False)
+    def run_group(state, chunk):
+        return _scan(run_chunk, chunk_size, state, chunk)
 
     # Groups of chunks, then the chunks that are left, then the tokens that are left.
     group_size = math.isqrt(T // chunk_size) * chunk_size
@@ -89,10 +90,14 @@ def scan_chunks(
     for run, size in plan:
         if size > 0:
             end = jax.tree.leaves(xs)[0].shape[0] // size * size
-            state, ys = _scan(run, size, state, jax.tree.map(lambda x: x[:end], xs))
-            xs = jax.tree.map(lambda x: x[end:], xs)
+            state, ys = _scan(run, size, state, _cut(xs, 0, end))
+            xs = _cut(xs, end, None)
             pieces.append(ys)
     return jax.tree.map(_join, *pieces), state
+
+
+def _cut(xs, start, end):
+    return jax.tree.map(lambda x: x[start:end], xs)
 
 
 def _scan(run, size, state, xs):

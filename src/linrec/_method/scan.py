@@ -98,14 +98,12 @@ def step(
         False,
         None,
     )
-    # Without a batch axis where the caller has none: XLA on a CPU updates the state in place only if
-    # no axis comes and goes in between, which makes decoding under `vmap` twice as fast.
+    # Without a batch axis where the caller has none: on a CPU, XLA updates the state in place only
+    # if no axis comes and goes on the way. Decoding under `vmap` is several times faster for it.
     at = (slice(None), 0) if layout.batched else (0, 0)
     token = jax.tree.map(lambda x: x[at], _tokens(inputs))
     gamma = None if inputs.g_gamma is None else inputs.g_gamma[at]
-    return _step(
-        inputs.initial_state[at], token, gamma, inputs.scale[at[:1]], inputs.precision
-    )
+    return _step(inputs.initial_state[at], token, gamma, inputs.scale[at[:1]], inputs.precision)
 
 
 def _tokens(inputs: Inputs):

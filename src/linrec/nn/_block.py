@@ -83,19 +83,19 @@ class Block(AbstractLayer):
         self.mlp = GatedMLP(mixer.size, mlp_size, dtype=dtype, init=init, key=key)
 
     @property
-    def state(self) -> PyTree[Array]:
+    def state(self) -> PyTree:
         return self.mixer.state
 
     @property
-    def size(self) -> int | None:
-        return self.mixer.size
+    def token_shape(self) -> tuple[int, ...]:
+        return self.mixer.token_shape
 
-    def initial_state(self) -> PyTree[Array]:
+    def initial_state(self) -> PyTree:
         return self.mixer.initial_state()
 
     def run(
-        self, x: Float[Array, "seq dim"], state: PyTree[Array], time: AbstractTimeline
-    ) -> tuple[Float[Array, "seq dim"], PyTree[Array]]:
+        self, x: Float[Array, "seq dim"], state: PyTree, time: AbstractTimeline
+    ) -> tuple[Float[Array, "seq dim"], PyTree]:
         y, state = self.mixer.run(jax.vmap(self.mixer_norm)(x), state, time)
         x = x + y
         return x + self.mlp(jax.vmap(self.mlp_norm)(x)), state

@@ -44,10 +44,12 @@ class ShortConvolution(eqx.Module):
     def __call__(
         self,
         x: Float[Array, "seq channels"],
-        history: Float[Array, "*rows history channels"],
+        history: Float[Array, "*rows history channels"] | None,
         time: AbstractTimeline,
     ) -> tuple[Float[Array, "seq channels"], Float[Array, "*rows history channels"]]:
         M, _ = self.history_shape
+        if history is None:
+            raise ValueError("The state lacks the history of the short convolution: `conv` is None.")
         extended = time.extend(history.astype(x.dtype), x)
         # A sum of shifted products: XLA fuses it, while its depthwise `conv` (`equinox.nn.Conv1d`)
         # is many times slower on a CPU.

@@ -5,9 +5,9 @@ import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._layer import AbstractMixer
-from ._precision import wide
 from ._linear import apply_linear, Init, make_linear
 from ._output import Output, per_head_norm
+from ._precision import wide
 from ._projection import head_size, QueryKeyValue
 from ._state import RecurrentState
 from ._timeline import AbstractTimeline

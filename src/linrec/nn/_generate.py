@@ -91,9 +91,7 @@ def generate(
 
 
 @eqx.filter_jit
-def _generate(
-    model, prompt, max_tokens, key, temperature, top_k, top_p, stop, state, callback
-):
+def _generate(model, prompt, max_tokens, key, temperature, top_k, top_p, stop, state, callback):
     state = model.initial_state() if state is None else state
     if prompt.shape[0] > 1:
         # The last token of the prompt goes through `step`: its logits are the only ones needed.

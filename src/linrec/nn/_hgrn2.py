@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._layer import AbstractMixer
-from ._precision import wide
 from ._linear import Init
 from ._output import Output
+from ._precision import wide
 from ._projection import head_size, QueryKeyValue
 from ._state import RecurrentState
 from ._timeline import AbstractTimeline

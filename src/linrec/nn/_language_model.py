@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from .._method.base import AbstractMethod
+from .._types import CuSeqlens
 from ._block import Block
 from ._layer import AbstractLayer, AbstractMixer
 from ._linear import Init, make_linear
@@ -43,7 +44,6 @@ class LanguageModel(AbstractLayer):
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear | None
     """`None` if the head is tied to the embedding."""
-    size: None = eqx.field(static=True)
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class LanguageModel(AbstractLayer):
             )
             for layer_idx in range(num_layers)
         ]
-        size = blocks[0].size
+        (size,) = blocks[0].token_shape
         period = _period(blocks)
         self.pattern = tuple(_stack(blocks[place::period]) for place in range(period))
         # Of a size that keeps the logits of a tied head small at first.
@@ -95,18 +95,21 @@ class LanguageModel(AbstractLayer):
             if tie_head
             else make_linear(size, vocab_size, dtype=dtype, init=init, key=head_key)
         )
-        self.size = None
 
     @property
-    def state(self) -> tuple[PyTree[Array], ...]:
+    def token_shape(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def state(self) -> tuple[PyTree, ...]:
         return tuple(block.state for block in self.pattern)
 
-    def initial_state(self) -> tuple[PyTree[Array], ...]:
+    def initial_state(self) -> tuple[PyTree, ...]:
         return tuple(block.initial_state() for block in self.pattern)
 
     def run(
-        self, x: Int[Array, " seq"], state: tuple[PyTree[Array], ...], time: AbstractTimeline
-    ) -> tuple[Float[Array, "seq vocab"], tuple[PyTree[Array], ...]]:
+        self, x: Int[Array, " seq"], state: tuple[PyTree, ...], time: AbstractTimeline
+    ) -> tuple[Float[Array, "seq vocab"], tuple[PyTree, ...]]:
         arrays, static = eqx.partition(self.pattern, eqx.is_array)
 
         def repetition(x, pattern_and_states):
@@ -132,12 +135,12 @@ class LanguageModel(AbstractLayer):
         self,
         tokens: Int[Array, " seq"],
         targets: Int[Array, " seq"],
-        state: tuple[PyTree[Array], ...] | None = None,
+        state: tuple[PyTree, ...] | None = None,
         *,
-        cu_seqlens: Int[Array, " num_seqs+1"] | None = None,
+        cu_seqlens: CuSeqlens | None = None,
         chunk_size: int | None = None,
         method: AbstractMethod | None = None,
-    ) -> tuple[Float[Array, ""], tuple[PyTree[Array], ...]]:
+    ) -> tuple[Float[Array, ""], PyTree]:
         """The cross-entropy of the targets, added up over the tokens.
 
         A sum, so that the losses of the pieces of a sequence add up to that of the whole. See

@@ -1,17 +1,21 @@
 """The protocol of every layer: what a user calls, and what the author of a layer writes."""
 
 import abc
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree, Shaped
+from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._method.base import AbstractMethod
+from .._types import CuSeqlens
 from ._precision import wide
 from ._state import RecurrentState, repeat_state
 from ._timeline import AbstractTimeline, sequence_timeline, token_timeline
+
+
+_Layer = TypeVar("_Layer", bound="AbstractLayer")
 
 
 class AbstractLayer(eqx.Module):
@@ -32,19 +36,22 @@ class AbstractLayer(eqx.Module):
     To write a new kind of layer, subclass [`linrec.nn.AbstractMixer`][] and define `run`.
     """
 
-    state: eqx.AbstractVar[PyTree[Array]]
+    state: eqx.AbstractVar[PyTree]
     """The state that sequences start from."""
-    size: eqx.AbstractVar[int | None]
-    """Channels of the input; `None` for layers of tokens, which are integers."""
+
+    @property
+    @abc.abstractmethod
+    def token_shape(self) -> tuple[int, ...]:
+        """Of the input at one token: its channels, or nothing for a token number."""
 
     @abc.abstractmethod
-    def initial_state(self) -> PyTree[Array]:
+    def initial_state(self) -> PyTree:
         """`state`, with the gradient stopped where it is not to be trained."""
 
     @abc.abstractmethod
     def run(
-        self, x: Shaped[Array, "seq *dim"], state: PyTree[Array], time: AbstractTimeline
-    ) -> tuple[Float[Array, "seq out"], PyTree[Array]]:
+        self, x: Shaped[Array, " seq *dim"], state: PyTree, time: AbstractTimeline
+    ) -> tuple[Float[Array, "seq out"], PyTree]:
         """What the layer does, written once for whole sequences, packed ones, and single tokens.
 
         **Arguments:**
@@ -58,13 +65,13 @@ class AbstractLayer(eqx.Module):
 
     def __call__(
         self,
-        x: Shaped[Array, "seq *dim"],
-        state: PyTree[Array] | None = None,
+        x: Shaped[Array, " seq *dim"],
+        state: PyTree | None = None,
         *,
-        cu_seqlens: Int[Array, " num_seqs+1"] | None = None,
+        cu_seqlens: CuSeqlens | None = None,
         chunk_size: int | None = None,
         method: AbstractMethod | None = None,
-    ) -> tuple[Float[Array, "seq out"], PyTree[Array]]:
+    ) -> tuple[Float[Array, "seq out"], PyTree]:
         """Runs a sequence.
 
         **Arguments:**
@@ -85,8 +92,8 @@ class AbstractLayer(eqx.Module):
         return self.run(x, state, sequence_timeline(x.shape[0], cu_seqlens, chunk_size, method))
 
     def step(
-        self, x: Shaped[Array, "*dim"], state: PyTree[Array] | None = None
-    ) -> tuple[Float[Array, " out"], PyTree[Array]]:
+        self, x: Shaped[Array, "*dim"], state: PyTree | None = None
+    ) -> tuple[Float[Array, " out"], PyTree]:
         """Runs one token. Scanned over a sequence it gives what `__call__` gives.
 
         **Arguments:**
@@ -101,7 +108,7 @@ class AbstractLayer(eqx.Module):
         y, state = self.run(x[None], state, token_timeline())
         return y[0], state
 
-    def with_state(self, state: PyTree[Array]) -> Self:
+    def with_state(self: _Layer, state: PyTree) -> _Layer:
         """A new layer that holds `state`, and is the same otherwise."""
         state = _check_state(self, ".with_state(state)", state, None)
         return eqx.tree_at(lambda layer: layer.state, self, state)
@@ -114,10 +121,16 @@ class AbstractMixer(AbstractLayer):
     [`linrec.nn.QueryKeyValue`][] and [`linrec.nn.Output`][].
     """
 
+    size: eqx.AbstractVar[int]
+    """Channels of the input and the output."""
     trainable_state: eqx.AbstractVar[bool]
     """Whether `state` is a parameter."""
 
-    def initial_state(self) -> PyTree[Array]:
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        return (self.size,)
+
+    def initial_state(self) -> PyTree:
         state = self.state if self.trainable_state else jax.lax.stop_gradient(self.state)
         if isinstance(state, RecurrentState):
             # Whoever casts a model to half precision casts the state that it holds too.
@@ -126,7 +139,7 @@ class AbstractMixer(AbstractLayer):
 
 
 def _check_input(layer: AbstractLayer, call: str, x: Any, axes: tuple[str, ...]) -> None:
-    channels = () if layer.size is None else (layer.size,)
+    channels = layer.token_shape
     if jnp.ndim(x) != len(axes + channels) or x.shape[len(axes) :] != channels:
         expected = ", ".join(axes + tuple(map(str, channels)))
         raise ValueError(

@@ -2,8 +2,8 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax
-import numpy as np
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._recurrent import lightning_decay

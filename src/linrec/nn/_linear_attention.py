@@ -8,9 +8,9 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._feature_map import elu_plus_one
 from ._layer import AbstractMixer
-from ._precision import wide
 from ._linear import Init
 from ._output import Output, per_head_norm
+from ._precision import wide
 from ._projection import head_size, QueryKeyValue
 from ._state import RecurrentState
 from ._timeline import AbstractTimeline
@@ -84,9 +84,7 @@ class LinearAttention(AbstractMixer):
         )
         self.query_map = self.key_map = feature_map
         norm = per_head_norm(V, dtype) if output_norm else None
-        self.output = Output(
-            size, num_heads, V, norm=norm, dtype=dtype, init=init, key=output_key
-        )
+        self.output = Output(size, num_heads, V, norm=norm, dtype=dtype, init=init, key=output_key)
         (features,) = jax.eval_shape(feature_map, jnp.zeros((K,), self.qkv.dtype)).shape
         self.state = RecurrentState.zeros(
             (num_heads, features, V + normalise), self.qkv.history_shape, self.qkv.dtype

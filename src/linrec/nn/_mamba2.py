@@ -8,8 +8,8 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._conv import ShortConvolution
 from ._layer import AbstractMixer
-from ._precision import wide
 from ._linear import apply_linear, Init, make_linear
+from ._precision import wide
 from ._projection import head_size
 from ._state import RecurrentState
 from ._timeline import AbstractTimeline
@@ -113,7 +113,7 @@ class Mamba2(AbstractMixer):
         )
         xBC, conv = self.conv(xBC, state.conv, time)
         u, B, C = jnp.split(xBC, (inner, inner + groups), axis=-1)
-        # Here several values share a query and a key; `linrec.recurrent` has it the other way round.
+        # Several values share a query and a key here, where `recurrent` has it the other way round.
         B, C = (jnp.repeat(a.reshape(T, G, K), H // G, axis=1) for a in (B, C))
         u = u.reshape(T, H, V)
         dt = jax.nn.softplus(wide(dt) + wide(self.dt_bias)[None])

@@ -50,7 +50,7 @@ class Output(eqx.Module):
     def __call__(
         self, o: Float[Array, "seq heads value"], x: Float[Array, "seq dim"]
     ) -> Float[Array, "seq dim"]:
-        inner = o.reshape(o.shape[0], -1)
+        inner = o.reshape(o.shape[0], o.shape[1] * o.shape[2])
         if self.norm is not None:
             groups = o if self.norm.shape == o.shape[2:] else inner[:, None]
             inner = jax.vmap(jax.vmap(self.norm))(groups).reshape(inner.shape)

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 from .._method.base import AbstractMethod
 from .._method.scan import step
 from .._recurrent import recurrent
+from .._types import CuSeqlens
 from .._varlen import sequence_of_token
 
 
@@ -35,32 +36,32 @@ class AbstractTimeline(eqx.Module):
 
     @abc.abstractmethod
     def extend(
-        self, history: Shaped[Array, "..."], x: Shaped[Array, "seq *channels"]
-    ) -> Shaped[Array, "extended *channels"]:
+        self, history: Shaped[Array, "..."], x: Shaped[Array, " seq *channels"]
+    ) -> Shaped[Array, " extended *channels"]:
         """Puts every sequence's history, `(*rows, history, *channels)`, in front of its tokens."""
 
     @abc.abstractmethod
     def at_tokens(
-        self, y: Shaped[Array, "extended_less_history *channels"], history: int
-    ) -> Shaped[Array, "seq *channels"]:
+        self, y: Shaped[Array, " extended_less_history *channels"], history: int
+    ) -> Shaped[Array, " seq *channels"]:
         """The rows at the tokens, where row `i` of `y` was made of rows `i` to `i + history`."""
 
     @abc.abstractmethod
     def last(
-        self, extended: Shaped[Array, "extended *channels"], history: int
+        self, extended: Shaped[Array, " extended *channels"], history: int
     ) -> Shaped[Array, "..."]:
         """The last rows of every sequence, `(*rows, history, *channels)`."""
 
     @abc.abstractmethod
-    def layers_first(self, state: PyTree[Array]) -> PyTree[Array]:
+    def layers_first(self, state: PyTree) -> PyTree:
         """Of a stack's state: from an axis of sequences, then one of layers, to the reverse."""
 
 
 class Whole(AbstractTimeline):
     """One sequence."""
 
-    length: int
     recurrent: Callable
+    length: int
 
     def positions(self, start):
         return start + jnp.arange(self.length, dtype=start.dtype)
@@ -85,9 +86,9 @@ class Whole(AbstractTimeline):
 class Packed(AbstractTimeline):
     """Sequences packed one after the other. Padding counts as one sequence more."""
 
-    length: int
     recurrent: Callable
-    cu_seqlens: Int[Array, " num_seqs+1"]
+    length: int
+    cu_seqlens: CuSeqlens
 
     @property
     def sequence(self) -> Int[Array, " seq"]:
@@ -100,7 +101,7 @@ class Packed(AbstractTimeline):
     def end(self, start):
         return start + jnp.diff(self.cu_seqlens)
 
-    def _bounds(self, history: int) -> Int[Array, " num_seqs+1"]:
+    def _bounds(self, history: int) -> CuSeqlens:
         """Where the sequences begin and end once each is extended."""
         return self.cu_seqlens + history * jnp.arange(self.cu_seqlens.shape[0], dtype=jnp.int32)
 
@@ -129,7 +130,7 @@ class Packed(AbstractTimeline):
 
 def sequence_timeline(
     length: int,
-    cu_seqlens: Int[Array, " num_seqs+1"] | None,
+    cu_seqlens: CuSeqlens | None,
     chunk_size: int | None,
     method: AbstractMethod | None,
 ) -> AbstractTimeline:
@@ -146,12 +147,12 @@ def sequence_timeline(
         )
 
     if cu_seqlens is None:
-        return Whole(length, run)
-    return Packed(length, run, cu_seqlens.astype(jnp.int32))
+        return Whole(run, length)
+    return Packed(run, length, cu_seqlens.astype(jnp.int32))
 
 
 def token_timeline() -> AbstractTimeline:
-    return Whole(1, _run_token)
+    return Whole(_run_token, 1)
 
 
 def _run_token(
