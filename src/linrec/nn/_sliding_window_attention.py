@@ -112,8 +112,9 @@ def _attend(
 
     One block of `window` queries after the other, which see no more than two blocks of rows.
     """
-    T, size = q.shape[0], min(q.shape[0], window)
-    blocks = -(-T // size)
+    T = q.shape[0]
+    size = max(min(T, window), 1)
+    blocks = max(-(-T // size), 1)
     seen = size + window - 1
     pad = lambda x: jnp.pad(x, ((0, blocks * size - T), *((0, 0),) * (x.ndim - 1)))
     q, k, v, exists = map(pad, (q, k, v, exists))
@@ -128,7 +129,7 @@ def _attend(
             cut(q, size), cut(k, seen), cut(v, seen), mask=mask[None, None]
         )
 
-    if blocks == 1:
-        return attend_block(0)
+    if blocks == 1:  # as it is in decoding
+        return attend_block(0)[:T]
     o = jax.lax.map(attend_block, jnp.arange(blocks))
     return o.reshape(blocks * size, *o.shape[2:])[:T]
