@@ -33,7 +33,7 @@ class Inputs(eqx.Module):
     """Log-decay of whole states, the same for every token of a sequence."""
     scale: Float[Array, " batch"]
     initial_state: Float[Array, "batch num_seqs heads key value"]
-    cu_seqlens: Int[Array, " num_seqs+1"] | None
+    cu_seqlens: Int[Array, " boundaries"] | None
     reverse: bool = eqx.field(static=True)
 
     @property

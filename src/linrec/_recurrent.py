@@ -9,11 +9,13 @@ from ._method.base import AbstractMethod
 from ._method.segmented import Segmented
 from ._types import (
     CuSeqlens,
+    FinalState,
     FixedGate,
     Key,
     KeyGate,
     Output,
     Query,
+    Scale,
     ScalarGate,
     State,
     Value,
@@ -29,14 +31,14 @@ def recurrent(
     g_gamma: FixedGate | None = None,
     gk: KeyGate | None = None,
     gv: ValueGate | None = None,
-    softmax_scale: float | Float[Array, ""] | None = None,
+    softmax_scale: Scale | None = None,
     initial_state: State | None = None,
     reverse: bool = False,
     cu_seqlens: CuSeqlens | None = None,
     *,
     chunk_size: int | None = None,
     method: AbstractMethod | None = None,
-) -> tuple[Output, State]:
+) -> tuple[Output, FinalState]:
     r"""The gated linear recurrence, also known as (gated) linear attention.
 
     For every row of the batch and every head, with a state $h$ of shape `(key, value)`:
@@ -117,14 +119,14 @@ def recurrent_gla(
     value: Value,
     g: ScalarGate | KeyGate | None = None,
     g_gamma: FixedGate | None = None,
-    softmax_scale: float | Float[Array, ""] | None = None,
+    softmax_scale: Scale | None = None,
     initial_state: State | None = None,
     reverse: bool = False,
     cu_seqlens: CuSeqlens | None = None,
     *,
     chunk_size: int | None = None,
     method: AbstractMethod | None = None,
-) -> tuple[Output, State]:
+) -> tuple[Output, FinalState]:
     """Gated linear attention ([arXiv:2312.06635](https://arxiv.org/abs/2312.06635)).
 
     [`linrec.recurrent`][] without `gk` and `gv`: `g` holds the gates, per token
@@ -153,14 +155,14 @@ def lightning_attn(
     value: Value,
     layer_idx: int,
     num_layers: int,
-    softmax_scale: float | Float[Array, ""] | None = None,
+    softmax_scale: Scale | None = None,
     initial_state: State | None = None,
     reverse: bool = False,
     cu_seqlens: CuSeqlens | None = None,
     *,
     chunk_size: int | None = None,
     method: AbstractMethod | None = None,
-) -> tuple[Output, State]:
+) -> tuple[Output, FinalState]:
     """Lightning attention ([arXiv:2401.04658](https://arxiv.org/abs/2401.04658)).
 
     [`linrec.recurrent`][] with a fixed decay per head, weaker in later layers: head `h` of `H` in
@@ -198,7 +200,7 @@ def _check_method(method: Any, chunk_size: Any) -> AbstractMethod:
     if method is None:
         method = Auto()
     if not isinstance(method, AbstractMethod):
-        hint = f" Did you mean `{method.__name__}()`?" if isinstance(method, type) else ""
+        hint = f" Did you mean `linrec.{method.__name__}()`?" if isinstance(method, type) else ""
         raise ValueError(
             "`linrec.recurrent(..., method=...)` expects one of `linrec.Auto()`, `linrec.Scan()`, "
             f"`linrec.Chunked()`, `linrec.Segmented(...)`, but got {method!r}.{hint}"

@@ -25,7 +25,7 @@ class Chunks(NamedTuple):
 
 
 def plan_chunks(
-    cu_seqlens: Int[Array, " num_seqs+1"] | None, T: int, size: int, reverse: bool
+    cu_seqlens: Int[Array, " boundaries"] | None, T: int, size: int, reverse: bool
 ) -> Chunks:
     """Gives every sequence whole chunks of its own.
 
@@ -38,13 +38,13 @@ def plan_chunks(
     else:
         number = T // size + cu_seqlens.shape[0] - 1
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-    last = jnp.cumsum(-(-(end - begin) // size))  # one past the last chunk of each sequence
+    last = jnp.cumsum(-(-(end - begin) // size), dtype=jnp.int32)  # one past the last chunk of each sequence
     index = jnp.arange(number, dtype=jnp.int32)
     sequence = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
     spare = sequence == begin.shape[0]
     sequence = jnp.minimum(sequence, begin.shape[0] - 1)
     first = jnp.concatenate([jnp.zeros((1,), last.dtype), last[:-1]])
-    offset = (index - first[sequence]).astype(jnp.int32) * size
+    offset = (index - first[sequence]) * size
     if reverse:
         high = end[sequence] - offset
         low = jnp.maximum(high - size, begin[sequence])
@@ -57,8 +57,8 @@ def plan_chunks(
     return Chunks(sequence, jnp.where(spare, 0, start), low, high, last[-1])
 
 
-def sequence_of_token(cu_seqlens: Int[Array, " num_seqs+1"] | None, T: int) -> Int[Array, " seq"]:
+def sequence_of_token(cu_seqlens: Int[Array, " boundaries"] | None, T: int) -> Int[Array, " seq"]:
     """Which sequence each token belongs to; `N` for the padding after the last."""
     if cu_seqlens is None:
         return jnp.zeros((T,), jnp.int32)
-    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T), side="right").astype(jnp.int32)
+    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right").astype(jnp.int32)

@@ -65,8 +65,7 @@ def _decay(chunk: Chunk, scores: Array, h: Array) -> tuple[Array, Array, Array]:
         past = _scale_rows(past, jnp.exp(from_start))
         k = _scale_rows(k, jnp.exp(_to_end(between)))
         h = _scale_rows(h, jnp.broadcast_to(jnp.exp(from_start[..., -1:, :]), (*h.shape[:-1], 1)))
-    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    return jnp.where(causal, scores, 0), past, h + chunk.dot("bhjk,bhjv->bhkv", k, chunk.v)
+    return jnp.tril(scores), past, h + chunk.dot("bhjk,bhjv->bhkv", k, chunk.v)
 
 
 def _factorised(chunk: Chunk, h: Array) -> tuple[Array, Array]:
@@ -89,7 +88,7 @@ def _factorised(chunk: Chunk, h: Array) -> tuple[Array, Array]:
     without = Chunk(q, k, v * jnp.exp(-reach), chunk.g, None, None, chunk.precision)
     scores, past, h = _decay(without, scores, h * jnp.exp(middle))
     # As in `_decayed_scores`, what a token reads of itself has no decay in it.
-    itself = jnp.eye(scores.shape[-1], dtype=bool)
+    itself = _diagonal(scores)
     others = chunk.dot("bhij,bhjv->bhiv", jnp.where(itself, 0, scores), without.v)
     own = jnp.sum(jnp.where(itself, scores, 0), -1, keepdims=True) * v
     h = _scale_rows(h, after) * jnp.exp(reach[..., -1:, :])
@@ -115,7 +114,7 @@ def _decayed_scores_forward(precision, q, k, reach):
 def _decayed_scores_backward(precision, residuals, d_scores):
     q, k, reach = residuals
     grow, shrink = jnp.exp(reach), jnp.exp(-reach)
-    itself = jnp.eye(d_scores.shape[-1], dtype=bool)
+    itself = _diagonal(d_scores)
     d_own = jnp.sum(jnp.where(itself, d_scores, 0), -1, keepdims=True)
     d_others = jnp.where(itself, 0, d_scores)
     d_q = grow * jnp.einsum("bhij,bhjk->bhik", d_others, k * shrink, precision=precision)
@@ -132,7 +131,6 @@ def _explicit(chunk: Chunk, h: Array) -> tuple[Array, Array]:
     over_key = chunk.gk
     if chunk.g is not None:
         over_key = chunk.g if over_key is None else chunk.g + over_key
-    causal = jnp.tril(jnp.ones((q.shape[-2],) * 2, bool))[:, :, None]
     decayed_q, decayed_k, out = q, k, 1.0
     pairs = q[..., :, None, :] * k[..., None, :, :]
     if over_key is not None:
@@ -144,7 +142,7 @@ def _explicit(chunk: Chunk, h: Array) -> tuple[Array, Array]:
         h_next = h * _column(jnp.exp(from_start[..., -1:, :]))
     else:
         h_next = h
-    scores = jnp.sum(pairs, -1, keepdims=True) * causal
+    scores = jnp.tril(jnp.sum(pairs, -1))[..., None]
     writes = scores * v[..., None, :, :]
     past = chunk.dot("bhik,bhkv->bhiv", decayed_q, h)
     if chunk.gv is not None:
@@ -185,14 +183,14 @@ def _sums_between(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk
     g = jnp.maximum(g, _FORGET)
     width = min(C, _SMALL)
     # In blocks of `width` tokens: drop what is not after `j`, add up what is left until `i`.
-    i, j = jnp.arange(width)[:, None], jnp.arange(width)
-    blocks = g.reshape(*rows, -1, width, 1, X)
-    after = jnp.where((i > j)[..., None], blocks, 0)
-    until = (i >= j).astype(g.dtype)
+    until = jnp.tril(jnp.ones((width, width), g.dtype))
+    blocks = jnp.broadcast_to(g.reshape(*rows, -1, width, 1, X), (*rows, C // width, width, width, X))
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, blocks.shape, blocks.ndim - n) for n in (3, 2))
+    after = jnp.where(i > j, blocks, 0)
     sums = jnp.einsum("is,...sjx->...ijx", until, after, precision=jax.lax.Precision.HIGHEST)
     while width < C:  # then merge blocks in pairs
         first, second = sums[..., 0::2, :, :, :], sums[..., 1::2, :, :, :]
-        between = _from_start(second, blocks.reshape(*rows, -1, 2, width, X)[..., 1, :, :])
+        between = _from_start(second, g.reshape(*rows, -1, 2, width, X)[..., 1, :, :])
         across = between[..., None, :] + _to_end(first)[..., None, :, :]
         upper = jnp.concatenate([first, jnp.zeros_like(first)], -2)
         lower = jnp.concatenate([across, second], -2)
@@ -235,6 +233,11 @@ def _scale_rows_backward(residuals, d_y):
 
 
 _scale_rows.defvjp(_scale_rows_forward, _scale_rows_backward)
+
+
+def _diagonal(x: Float[Array, "*rows chunk chunk"]) -> Bool[Array, "*rows chunk chunk"]:
+    i, j = (jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - axis) for axis in (2, 1))
+    return i == j
 
 
 def _column(x: Float[Array, "*rows 1 key"]) -> Float[Array, "*rows key 1"]:

@@ -29,7 +29,7 @@ class Chunked(AbstractMethod):
     block: int = eqx.field(static=True, default=64)
 
     def __check_init__(self):
-        if self.block < 1 or self.block & (self.block - 1):
+        if not isinstance(self.block, int) or self.block < 1 or self.block & (self.block - 1):
             raise ValueError(
                 f"`linrec.Chunked(block=...)` expects a power of two, but got {self.block}."
             )
@@ -180,16 +180,16 @@ class _Walk(NamedTuple):
 
     def valid(self, c: Int[Array, ""], ndim: int) -> Bool[Array, "..."]:
         """Which tokens of the window belong to the chunk, as they lie in memory."""
-        t = self.chunks.start[c] + jnp.arange(self.size)
+        t = self.chunks.start[c] + jnp.arange(self.size, dtype=jnp.int32)
         valid = (self.chunks.low[c] <= t) & (t < self.chunks.high[c])
-        return valid.reshape(-1, *(1,) * (ndim - 2))
+        return valid.reshape(1, -1, *(1,) * (ndim - 2))
 
     def mask(self, x: Array, c: Int[Array, ""]) -> Array:
         """Zeros where a token is not of the chunk: no key, no value, no decay."""
         if self.whole:
             return x
         valid = self.valid(c, x.ndim)
-        valid = jnp.flip(valid, axis=0) if self.reverse else valid
+        valid = self.in_time(valid)
         return jnp.where(valid, x, jnp.zeros_like(x))
 
     def prepare(self, c: Int[Array, ""], tokens, g_gamma, scale) -> Chunk:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._inputs import canonicalise, Inputs
-from .._types import State
+from .._types import AnyArray, FinalState, FixedGate, Scale, State
 from .._varlen import sequence_of_token
 from .base import AbstractMethod
 
@@ -42,15 +42,15 @@ class Scan(AbstractMethod):
 
 def step(
     state: State,
-    query: Float[Array, "*batch heads key"],
-    key: Float[Array, "*batch kv_heads key"],
-    value: Float[Array, "*batch kv_heads value"],
-    g: Float[Array, "*batch heads"] | Float[Array, "*batch heads key"] | None = None,
-    g_gamma: Float[Array, "*#batch heads"] | None = None,
-    gk: Float[Array, "*batch heads key"] | None = None,
-    gv: Float[Array, "*batch heads value"] | None = None,
-    softmax_scale: float | Float[Array, ""] | None = None,
-) -> tuple[Float[Array, "*batch heads value"], State]:
+    query: Float[AnyArray, "*batch heads key"],
+    key: Float[AnyArray, "*batch kv_heads key"],
+    value: Float[AnyArray, "*batch kv_heads value"],
+    g: Float[AnyArray, "*batch heads"] | Float[AnyArray, "*batch heads key"] | None = None,
+    g_gamma: FixedGate | None = None,
+    gk: Float[AnyArray, "*batch heads key"] | None = None,
+    gv: Float[AnyArray, "*batch heads value"] | None = None,
+    softmax_scale: Scale | None = None,
+) -> tuple[Float[Array, "*batch heads value"], FinalState]:
     r"""One token of the recurrence: what a decoder calls.
 
     $$h_t = e^{a_t} h_{t-1} e^{c_t} + k_t v_t^\top, \qquad o_t = \text{scale} \cdot q_t^\top h_t$$

@@ -21,7 +21,7 @@ class Segmented(AbstractMethod):
     method: AbstractMethod = Auto()
 
     def __check_init__(self):
-        if self.chunk_size < 1:
+        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
             raise ValueError(
                 "`chunk_size` expects the number of tokens of a piece, 1 or more, but got "
                 f"{self.chunk_size}."
@@ -36,7 +36,7 @@ class Segmented(AbstractMethod):
             return self.method(inputs)
         pieces = -(-T // size)
         ragged = inputs.cu_seqlens is not None or T % size != 0
-        bounds = jnp.array([0, T]) if inputs.cu_seqlens is None else inputs.cu_seqlens
+        bounds = jnp.array([0, T], jnp.int32) if inputs.cu_seqlens is None else inputs.cu_seqlens
         tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.gk, inputs.gv)
 
         def cut(x: Array) -> Array:
@@ -56,7 +56,7 @@ class Segmented(AbstractMethod):
             # Sequences that have no token in this piece are empty in it.
             local_bounds = jnp.clip(bounds - begin, 0, size)
             initial_state = jnp.where(
-                crosses(entry)[:, None, None, None], h[:, None], inputs.initial_state
+                crosses(entry)[None, :, None, None, None], h[:, None], inputs.initial_state
             )
             output, state = self.method(
                 Inputs(
@@ -73,10 +73,10 @@ class Segmented(AbstractMethod):
         def body(carry, x):
             h, final_state = carry
             output, state, touched, h = run_piece(h, x)
-            return (h, jnp.where(touched[:, None, None, None], state, final_state)), output
+            return (h, jnp.where(touched[None, :, None, None, None], state, final_state)), output
 
         carry = (inputs.initial_state[:, 0], inputs.initial_state)
-        xs = (jnp.arange(pieces), jax.tree.map(cut, tokens))
+        xs = (jnp.arange(pieces, dtype=jnp.int32), jax.tree.map(cut, tokens))
         (_, final_state), output = jax.lax.scan(body, carry, xs, reverse=inputs.reverse)
         output = jnp.moveaxis(output, 0, 1).reshape(-1, pieces * size, *inputs.output_shape[2:])
         return output[:, :T], final_state

@@ -1,0 +1,20 @@
+import os
+
+
+# Most of the time of the tests is compilation: leave out what makes programs fast.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jaxtyping import config  # noqa: E402
+
+
+jax.config.update("jax_enable_x64", True)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def no_type_checks(monkeypatch):
+    """Users run without beartype: their mistakes reach linrec's own checks."""
+    monkeypatch.setattr(config, "jaxtyping_disable", True)

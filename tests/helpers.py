@@ -1,0 +1,170 @@
+"""One list of methods, one table of tolerances, one way to compare."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import linrec
+
+
+# A new method is tested by adding it here.
+METHODS = {
+    "scan": linrec.Scan(),
+    "chunked": linrec.Chunked(),
+    "chunked-16": linrec.Chunked(16),
+    "segmented": linrec.Segmented(24, linrec.Chunked(16)),
+    "auto": linrec.Auto(),
+}
+
+GATES = {
+    "none": (),
+    "g": ("g",),
+    "g-per-key": ("g_per_key",),
+    "g_gamma": ("g_gamma",),
+    "gk": ("gk",),
+    "gv": ("gv",),
+    "gk-and-g_gamma": ("gk", "g_gamma"),
+    "all": ("g", "g_gamma", "gk", "gv"),
+}
+
+# Of the relative root mean square error against the float64 reference.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-5, "bfloat16": 5e-3, "float16": 5e-3}
+
+# Packed sequences: empty ones at the start, in between and at the end, one of a single token.
+PACKING = (0, 0, 33, 34, 34, 90, 90)
+
+
+class Case(NamedTuple):
+    """A problem. Hashable, so that the reference is computed once for all methods."""
+
+    gates: str = "none"
+    B: int = 2
+    T: int = 100
+    H: int = 4
+    Hkv: int = 2
+    K: int = 6
+    V: int = 5
+    dtype: str = "float32"
+    strength: str = "ordinary"
+    with_state: bool = True
+    reverse: bool = False
+    packing: tuple[int, ...] | None = None
+    batched: bool = True
+    seed: int = 0
+
+    def arguments(self) -> dict:
+        """Of `linrec.recurrent`: everything that has a gradient."""
+        B, T, H, Hkv, K, V = self[1:7]
+        B = 1 if self.packing else B
+        rng = np.random.default_rng(self.seed)
+        normal = lambda *shape: rng.standard_normal(shape)
+        rows = B if self.packing is None else len(self.packing) - 1
+        out = {
+            "query": normal(B, T, H, K),
+            "key": normal(B, T, Hkv, K),
+            "value": normal(B, T, Hkv, V),
+            "softmax_scale": np.array(0.3),
+        }
+        shapes = {
+            "g": (B, T, H),
+            "g_per_key": (B, T, H, K),
+            "g_gamma": (rows, H),
+            "gk": (B, T, H, K),
+            "gv": (B, T, H, V),
+        }
+        for gate in GATES[self.gates]:
+            out["g" if gate == "g_per_key" else gate] = _gate(self.strength, rng, shapes[gate])
+        if self.with_state:
+            out["initial_state"] = normal(rows, H, K, V)
+        if not self.batched:
+            drop = ("query", "key", "value", "g", "gk", "gv")
+            drop = drop if self.packing else (*drop, "g_gamma", "initial_state")
+            out = {name: x[0] if name in drop else x for name, x in out.items()}
+        wide = ("g", "g_gamma", "gk", "gv", "initial_state", "softmax_scale")
+        half = self.dtype in ("bfloat16", "float16")
+        return {
+            name: jnp.asarray(x, "float32" if half and name in wide else self.dtype)
+            for name, x in out.items()
+        }
+
+    def options(self) -> dict:
+        cu_seqlens = None if self.packing is None else jnp.array(self.packing)
+        return {"reverse": self.reverse, "cu_seqlens": cu_seqlens}
+
+
+def _gate(strength: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    weak = -np.logaddexp(0, -rng.standard_normal(shape)) / 16
+    match strength:
+        case "ordinary":
+            return weak
+        case "strong":  # as of gates without a normaliser: past what a chunk can factorise
+            return 16 * weak
+        case "-20" | "-200":
+            return np.full(shape, float(strength)) * rng.uniform(0.9, 1.1, shape)
+        case "-inf":
+            return np.where(rng.uniform(size=shape) < 0.1, -np.inf, weak)
+        case "-1e4":
+            return np.where(rng.uniform(size=shape) < 0.1, -1e4, weak)
+        case "zero":
+            return np.zeros(shape)
+        case "growth":
+            return np.full(shape, 0.5) / 4
+    raise ValueError(strength)
+
+
+def evaluate(arguments: dict, options: dict, method) -> dict:
+    """Output, final state and the gradient of every argument, from random cotangents of both."""
+
+    def run(arguments):
+        return linrec.recurrent(**arguments, **options, method=method)
+
+    def everything(arguments):
+        out, pull_back = jax.vjp(run, arguments)
+        rng = np.random.default_rng(1)
+        cotangents = tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in out)
+        (gradients,) = pull_back(cotangents)
+        return {"output": out[0], "final_state": out[1]} | {
+            f"gradient of {name}": x for name, x in gradients.items()
+        }
+
+    return jax.jit(everything)(arguments)
+
+
+@functools.lru_cache(maxsize=None)
+def reference(case: Case) -> dict:
+    arguments = {name: x.astype(jnp.float64) for name, x in case.arguments().items()}
+    return evaluate(arguments, case.options(), linrec.Scan())
+
+
+def relative_error(actual: jax.Array, expected: jax.Array) -> float:
+    """Root mean square, relative. What float32 cannot hold counts as zero on both sides."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    rms = lambda x: float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+    return rms(actual - expected) / max(rms(expected), 1e-30)
+
+
+def assert_close(actual: dict, expected: dict, dtype: str) -> None:
+    assert actual.keys() == expected.keys()
+    errors = {}
+    for name in expected:
+        assert actual[name].shape == expected[name].shape, name
+        assert bool(jnp.all(jnp.isfinite(actual[name]))), name
+        errors[name] = relative_error(actual[name], expected[name])
+    wrong = {name: error for name, error in errors.items() if not error < TOLERANCE[dtype]}
+    assert not wrong, wrong
+
+
+def check(case: Case, method) -> dict:
+    """Everything `method` gives for `case` against the float64 scan."""
+    arguments = case.arguments()
+    actual = evaluate(arguments, case.options(), method)
+    state_dtype = "float64" if case.dtype == "float64" else "float32"
+    assert actual["output"].dtype == case.dtype
+    assert actual["final_state"].dtype == state_dtype
+    for name, x in arguments.items():
+        assert actual[f"gradient of {name}"].dtype == x.dtype, name
+    assert_close(actual, reference(case), case.dtype)
+    return actual

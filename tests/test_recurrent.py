@@ -1,0 +1,169 @@
+"""Values, states and gradients of every method against the float64 scan."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import linrec
+
+from .helpers import Case, check, GATES, METHODS, PACKING, relative_error
+
+
+LAYOUTS = {
+    "dense": {},
+    "dense-reverse-zero-state": {"reverse": True, "with_state": False},
+    "packed": {"packing": PACKING},
+    "packed-reverse-unbatched": {"packing": PACKING, "reverse": True, "batched": False},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gates", GATES)
+def test_gates(gates, layout):
+    check(Case(gates, **LAYOUTS[layout]), METHODS["chunked-16"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", ["dense", "packed-reverse-unbatched"])
+def test_methods(method, layout):
+    check(Case("all", **LAYOUTS[layout]), METHODS[method])
+
+
+@pytest.mark.parametrize("gates", ["g", "g_gamma", "gk", "all"])
+@pytest.mark.parametrize("strength", ["strong", "-20", "-200", "-inf", "-1e4", "zero"])
+def test_extreme_gates(gates, strength):
+    check(Case(gates, strength=strength, B=1), METHODS["chunked"])
+
+
+@pytest.mark.parametrize("gates", ["g", "g_gamma", "gk", "gv", "all"])
+def test_growing_state(gates):
+    check(Case(gates, strength="growth", B=1, T=40), METHODS["chunked"])
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 15, 63, 64, 65, 130])
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_lengths(gates, T):
+    check(Case(gates, B=1, T=T, H=1, Hkv=1, K=3, V=7), METHODS["chunked"])
+
+
+@pytest.mark.parametrize("gates", ["none", "all"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("method", ["chunked", "segmented"])
+def test_dtypes(method, dtype, gates):
+    check(Case(gates, dtype=dtype, K=16, V=16), METHODS[method])
+
+
+@pytest.mark.parametrize("gates", GATES)
+def test_error_does_not_grow_with_length(gates):
+    check(Case(gates, B=1, T=65_536, H=1, Hkv=1, K=4, V=4), METHODS["auto"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_tokens(method):
+    state = jnp.ones((2, 4, 6, 5))
+    q, k, v = jnp.zeros((2, 0, 4, 6)), jnp.zeros((2, 0, 4, 6)), jnp.zeros((2, 0, 4, 5))
+    o, final = linrec.recurrent(q, k, v, gk=k, initial_state=state, method=METHODS[method])
+    assert o.shape == (2, 0, 4, 5)
+    assert jnp.array_equal(final, state)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_sequences_empty(method):
+    state = jnp.ones((2, 1, 4, 4))
+    q = jnp.ones((7, 1, 4))
+    cu_seqlens = jnp.array([0, 0, 0])
+    o, final = linrec.recurrent(
+        q, q, q, initial_state=state, cu_seqlens=cu_seqlens, method=METHODS[method]
+    )
+    assert jnp.array_equal(o, jnp.zeros_like(o))
+    assert jnp.array_equal(final, state)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_may_hold_anything(method):
+    """Also NaN: neither outputs nor gradients of real tokens may see it."""
+    arguments = Case("all", packing=(0, 20, 40), T=50).arguments()
+    cu_seqlens = jnp.array([0, 20, 40])
+    spoil = ("query", "key", "value", "g", "gk", "gv")
+
+    def loss(arguments):
+        o, state = linrec.recurrent(**arguments, cu_seqlens=cu_seqlens, method=METHODS[method])
+        return jnp.sum(o) + jnp.sum(state), (o, state)
+
+    spoilt = {n: x.at[:, 40:].set(jnp.nan) if n in spoil else x for n, x in arguments.items()}
+    gradients, (o, state) = jax.grad(loss, has_aux=True)(spoilt)
+    clean_gradients, (clean_o, clean_state) = jax.grad(loss, has_aux=True)(arguments)
+    assert jnp.array_equal(o, clean_o)
+    assert jnp.array_equal(o[:, 40:], jnp.zeros_like(o[:, 40:]))
+    assert jnp.array_equal(state, clean_state)
+    for name in arguments:
+        assert jnp.array_equal(gradients[name], clean_gradients[name]), name
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cut", [1, 33, 99])
+def test_state_passing(method, cut):
+    """A sequence cut anywhere, with the state carried, is the sequence whole."""
+    case = Case("all")
+    arguments = case.arguments()
+    tokens = ("query", "key", "value", "g", "gk", "gv")
+    part = lambda s: {n: x[:, s] if n in tokens else x for n, x in arguments.items()}
+    run = lambda x: linrec.recurrent(**x, method=METHODS[method])
+    whole, final = run(arguments)
+    first, state = run(part(slice(cut)))
+    second, state = run(part(slice(cut, None)) | {"initial_state": state})
+    assert relative_error(jnp.concatenate([first, second], 1), whole) < 1e-6
+    assert relative_error(state, final) < 1e-6
+
+
+def test_packed_is_separate():
+    case = Case("all", packing=PACKING)
+    arguments = case.arguments()
+    o, final = linrec.recurrent(**arguments, **case.options())
+    tokens = ("query", "key", "value", "g", "gk", "gv")
+    for n, (begin, end) in enumerate(zip(PACKING, PACKING[1:], strict=False)):
+        alone = {name: x[:, begin:end] if name in tokens else x for name, x in arguments.items()}
+        alone |= {name: arguments[name][n : n + 1] for name in ("g_gamma", "initial_state")}
+        o_n, final_n = linrec.recurrent(**alone)
+        assert relative_error(o[:, begin:end], o_n) < 1e-6
+        assert relative_error(final[n], final_n[0]) < 1e-6
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    gates=st.sampled_from(sorted(GATES)),
+    strength=st.sampled_from(["ordinary", "strong", "-inf"]),
+    T=st.integers(1, 70),
+    groups=st.integers(1, 3),
+    K=st.integers(1, 9),
+    V=st.integers(1, 9),
+    reverse=st.booleans(),
+    block=st.sampled_from([1, 4, 32]),
+    seed=st.integers(0, 2**16),
+)
+def test_any_problem(gates, strength, T, groups, K, V, reverse, block, seed):
+    case = Case(
+        gates,
+        strength=strength,
+        B=1,
+        T=T,
+        H=2 * groups,
+        Hkv=2,
+        K=K,
+        V=V,
+        reverse=reverse,
+        seed=seed,
+    )
+    check(case, linrec.Chunked(block))
+
+
+def test_without_x64():
+    with jax.enable_x64(False):
+        q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 50, 2, 4))
+        cu_seqlens = jnp.array([0, 20, 50])
+        run = lambda method: linrec.recurrent(q, k, v, cu_seqlens=cu_seqlens, method=method)
+        for method in METHODS.values():
+            for actual, expected in zip(run(method), run(linrec.Scan()), strict=True):
+                assert actual.dtype == jnp.float32
+                assert relative_error(actual, expected) < 1e-6
