@@ -5,9 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from .nn_cases import layers, LENGTH, mixers, VOCAB
 
 import linrec
+
+from .nn_cases import layers, LENGTH, mixers, VOCAB
 
 
 LAYERS = layers(dtype=jnp.float32)

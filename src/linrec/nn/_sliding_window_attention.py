@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from ._layer import AbstractMixer
 from ._linear import Init
 from ._output import Output
+from ._precision import wide_dtype
 from ._projection import head_size, QueryKeyValue
 from ._rotary import rotate
 from ._timeline import AbstractTimeline
@@ -94,7 +95,9 @@ class SlidingWindowAttention(AbstractMixer):
         no_query = jnp.zeros((*state.keys.shape[:-2], *q.shape[1:]), q.dtype)
         queries = time.extend(no_query, q)[M:]
         # The history of a young sequence reaches back to before its first token.
-        past = state.position[..., None] + jnp.arange(-M, 0, dtype=jnp.int32)
+        past = jnp.expand_dims(state.position, -1) + jnp.expand_dims(
+            jnp.arange(-M, 0, dtype=jnp.int32), range(state.position.ndim)
+        )
         exists = time.extend(past, positions) >= 0
         o = time.at_tokens(_attend(queries, keys, values, exists, self.window), M)
         state = WindowState(time.last(keys, M), time.last(values, M), time.end(state.position))
@@ -125,11 +128,25 @@ def _attend(
     def attend_block(block):
         cut = lambda x, rows: jax.lax.dynamic_slice_in_dim(x, block * size, rows)
         mask = in_window & cut(exists, seen)[None]
-        return jax.nn.dot_product_attention(
-            cut(q, size), cut(k, seen), cut(v, seen), mask=mask[None, None]
-        )
+        return _softmax_attention(cut(q, size), cut(k, seen), cut(v, seen), mask)
 
     if blocks == 1:  # as it is in decoding
         return attend_block(0)[:T]
     o = jax.lax.map(attend_block, jnp.arange(blocks))
     return o.reshape(blocks * size, *o.shape[2:])[:T]
+
+
+def _softmax_attention(
+    q: Float[Array, "queries heads key"],
+    k: Float[Array, "rows kv_heads key"],
+    v: Float[Array, "rows kv_heads value"],
+    mask: Bool[Array, "queries rows"],
+) -> Float[Array, "queries heads value"]:
+    # `jax.nn.dot_product_attention` computes float64 in float32.
+    T, H, K = q.shape
+    q = q.reshape(T, k.shape[1], H // k.shape[1], K)
+    dtype = wide_dtype(q.dtype)
+    scores = jnp.einsum("thgk,shk->hgts", q, k, preferred_element_type=dtype) * K**-0.5
+    weights = jax.nn.softmax(jnp.where(mask[None, None], scores, jnp.finfo(dtype).min))
+    o = jnp.einsum("hgts,shv->thgv", weights.astype(v.dtype), v, preferred_element_type=dtype)
+    return o.reshape(T, H, v.shape[-1]).astype(v.dtype)
