@@ -79,7 +79,7 @@ def test_mistake(name):
 
 def test_dtypes():
     model = nn.LanguageModel(lambda i, key: make(), 1, 5, key=KEY)
-    with pytest.raises(TypeError, match="expects `x` of a integer dtype|integer"):
+    with pytest.raises(TypeError, match="integer dtype"):
         model(jnp.ones((5,)))
-    with pytest.raises(TypeError, match="floating"):
+    with pytest.raises(TypeError, match="floating dtype"):
         make()(jnp.ones((5, 8), jnp.int32))

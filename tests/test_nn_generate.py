@@ -8,7 +8,7 @@ from linrec import nn
 from linrec.nn._sample import sample
 
 
-PROMPT = jnp.array([3, 1, 4])
+PROMPT = jnp.array([3, 1, 4], jnp.int32)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_vmap_is_a_loop(model):
     keys = jax.random.split(jax.random.key(1), 2)
     one = lambda prompt, key: nn.generate(model, prompt, 6, key)[0]
     batched = jax.vmap(one)(prompts, keys)
-    np.testing.assert_array_equal(batched, jnp.stack([one(*row) for row in zip(prompts, keys)]))
+    np.testing.assert_array_equal(batched, jnp.stack([one(prompts[i], keys[i]) for i in range(2)]))
 
 
 @pytest.mark.parametrize("batched", [False, True])

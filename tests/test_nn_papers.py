@@ -230,7 +230,7 @@ def test_short_convolution():
     qkv = silu(sum(np.asarray(layer.qkv.conv.weight)[i] * padded[i : i + T] for i in range(3)))
     # The same layer without a convolution, on an input that makes the same q, k and v.
     bare = eqx.tree_at(
-        lambda l: (l.qkv.conv, l.state.conv, l.qkv.linear.weight),
+        lambda layer: (layer.qkv.conv, layer.state.conv, layer.qkv.linear.weight),
         layer,
         (None, None, jnp.asarray(np.linalg.lstsq(x, qkv, rcond=None)[0].T)),
     )

@@ -65,7 +65,7 @@ def test_export():
         y, state = layer.step(x, jax.tree.unflatten(structure, leaves))
         return y, jax.tree.leaves(state)
 
-    exported = jax.export.deserialize(jax.export.export(jax.jit(step))(x, leaves).serialize())
+    exported = jax.export.export(jax.jit(step))(x, leaves)
     expected, _ = layer.step(x, layer.state)
     actual, _ = exported.call(x, leaves)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)

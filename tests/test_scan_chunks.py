@@ -6,15 +6,18 @@ import pytest
 
 import linrec
 
-from .nn_cases import layers, VOCAB
-
 
 T = 23  # with chunks of 3: two groups of two chunks, three chunks, two tokens
 
 
 def make_case():
-    model = layers(dtype=jnp.float32)["hybrid_model"](jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (T + 1,), 0, VOCAB)
+    make_mixer = lambda layer_idx, key: linrec.nn.SimpleGatedLinearAttention(
+        8, 2, conv_size=2, dtype=jnp.float32, key=key
+    )
+    model = linrec.nn.LanguageModel(
+        make_mixer, 2, 11, mlp_size=8, dtype=jnp.float32, key=jax.random.key(0)
+    )
+    tokens = jax.random.randint(jax.random.key(1), (T + 1,), 0, 11)
     return model, (tokens[:-1], tokens[1:])
 
 

@@ -49,9 +49,7 @@ class ShortConvolution(eqx.Module):
     ) -> tuple[Float[Array, "seq channels"], Float[Array, "*rows history channels"]]:
         M, _ = self.history_shape
         if history is None:
-            raise ValueError(
-                "The state lacks the history of the short convolution: `conv` is None."
-            )
+            raise ValueError("`state.conv` lacks the history of the short convolution.")
         extended = time.extend(history.astype(x.dtype), x)
         # A sum of shifted products: XLA fuses it, while its depthwise `conv` (`equinox.nn.Conv1d`)
         # is many times slower on a CPU.

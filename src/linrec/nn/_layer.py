@@ -149,7 +149,7 @@ def _check_input(layer: AbstractLayer, call: str, x: Any, axes: tuple[str, ...])
     kind = jnp.floating if channels else jnp.integer
     if not jnp.issubdtype(x.dtype, kind):
         raise TypeError(
-            f"`{type(layer).__name__}{call}` expects `x` of a {kind.__name__} dtype, but it has "
+            f"`{type(layer).__name__}{call}` expects `x` of {kind.__name__} dtype, but it has "
             f"dtype {x.dtype}."
         )
 

@@ -16,7 +16,7 @@ def sample(
     if top_k is not None or top_p is not None:
         descending = jnp.sort(scaled, descending=True)
         if top_k is not None:
-            rank = jnp.arange(logits.shape[0])
+            rank = jnp.arange(logits.shape[0], dtype=top_k.dtype)
             descending = jnp.where(rank < top_k, descending, -jnp.inf)
         if top_p is not None:
             probability = jax.nn.softmax(descending)
