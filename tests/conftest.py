@@ -4,9 +4,9 @@ import os
 # Most of the time of the tests is compilation: leave out what makes programs fast.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from jaxtyping import config  # noqa: E402
+import jax
+import pytest
+from jaxtyping import config
 
 
 jax.config.update("jax_enable_x64", True)

@@ -133,7 +133,7 @@ def evaluate(arguments: dict, options: dict, method) -> dict:
     return jax.jit(everything)(arguments)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def reference(case: Case) -> dict:
     arguments = {name: x.astype(jnp.float64) for name, x in case.arguments().items()}
     return evaluate(arguments, case.options(), linrec.Scan())

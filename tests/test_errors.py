@@ -10,7 +10,7 @@ import pytest
 import linrec
 
 
-pytestmark = pytest.mark.usefixtures("no_type_checks")
+pytestmark = [pytest.mark.core, pytest.mark.usefixtures("no_type_checks")]
 
 Q = jnp.ones((2, 10, 4, 8), jnp.float32)
 KV = jnp.ones((2, 10, 2, 8), jnp.float32)

@@ -1,5 +1,8 @@
 """Values, states and gradients of every method against the float64 scan."""
 
+import functools
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -24,6 +27,7 @@ def test_gates(gates, layout):
     check(Case(gates, **LAYOUTS[layout]), METHODS["chunked-16"])
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("layout", ["dense", "packed-reverse-unbatched"])
 def test_methods(method, layout):
@@ -87,13 +91,15 @@ def test_padding_may_hold_anything(method):
     cu_seqlens = jnp.array([0, 20, 40])
     spoil = ("query", "key", "value", "g", "gk", "gv")
 
-    def loss(arguments):
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(arguments):
         o, state = linrec.recurrent(**arguments, cu_seqlens=cu_seqlens, method=METHODS[method])
         return jnp.sum(o) + jnp.sum(state), (o, state)
 
     spoilt = {n: x.at[:, 40:].set(jnp.nan) if n in spoil else x for n, x in arguments.items()}
-    gradients, (o, state) = jax.grad(loss, has_aux=True)(spoilt)
-    clean_gradients, (clean_o, clean_state) = jax.grad(loss, has_aux=True)(arguments)
+    gradients, (o, state) = gradient(spoilt)
+    clean_gradients, (clean_o, clean_state) = gradient(arguments)
     assert jnp.array_equal(o, clean_o)
     assert jnp.array_equal(o[:, 40:], jnp.zeros_like(o[:, 40:]))
     assert jnp.array_equal(state, clean_state)
@@ -102,19 +108,19 @@ def test_padding_may_hold_anything(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("cut", [1, 33, 99])
-def test_state_passing(method, cut):
+def test_state_passing(method):
     """A sequence cut anywhere, with the state carried, is the sequence whole."""
     case = Case("all")
     arguments = case.arguments()
     tokens = ("query", "key", "value", "g", "gk", "gv")
     part = lambda s: {n: x[:, s] if n in tokens else x for n, x in arguments.items()}
-    run = lambda x: linrec.recurrent(**x, method=METHODS[method])
+    run = jax.jit(lambda x: linrec.recurrent(**x, method=METHODS[method]))
     whole, final = run(arguments)
-    first, state = run(part(slice(cut)))
-    second, state = run(part(slice(cut, None)) | {"initial_state": state})
-    assert relative_error(jnp.concatenate([first, second], 1), whole) < 1e-6
-    assert relative_error(state, final) < 1e-6
+    for cut in (1, 33, 99):
+        first, state = run(part(slice(cut)))
+        second, state = run(part(slice(cut, None)) | {"initial_state": state})
+        assert relative_error(jnp.concatenate([first, second], 1), whole) < 1e-6
+        assert relative_error(state, final) < 1e-6
 
 
 def test_packed_is_separate():
@@ -122,7 +128,7 @@ def test_packed_is_separate():
     arguments = case.arguments()
     o, final = linrec.recurrent(**arguments, **case.options())
     tokens = ("query", "key", "value", "g", "gk", "gv")
-    for n, (begin, end) in enumerate(zip(PACKING, PACKING[1:], strict=False)):
+    for n, (begin, end) in enumerate(itertools.pairwise(PACKING)):
         alone = {name: x[:, begin:end] if name in tokens else x for name, x in arguments.items()}
         alone |= {name: arguments[name][n : n + 1] for name in ("g_gamma", "initial_state")}
         o_n, final_n = linrec.recurrent(**alone)

@@ -9,6 +9,8 @@ import linrec
 from .helpers import Case, GATES, relative_error
 
 
+pytestmark = pytest.mark.core
+
 TOKENS = ("query", "key", "value", "g", "gk", "gv")
 
 

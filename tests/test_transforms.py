@@ -47,6 +47,7 @@ def stacked(case=CASE, number=3):
     return tuple(jnp.stack(x) for x in zip(*rows, strict=True))
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("method", FAST_METHODS)
 def test_vmap_of_grad(method):
     assert_same(lambda m: jax.jit(jax.vmap(gradient(m)))(*stacked()), method)
@@ -89,6 +90,7 @@ def test_vmap_keeps_the_branch():
     assert "stablehlo.case" in text
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("method", FAST_METHODS)
 def test_checkpoint(method):
     def transformed(m):
@@ -126,6 +128,7 @@ def test_forward_mode_of_scan():
     assert relative_error(along, expected) < 1e-12
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("how", ["plain", "of jit", "in jit", "jacfwd"])
 @pytest.mark.parametrize("method", FAST_METHODS)
 def test_forward_mode_says_which_method_has_it(method, how):
@@ -138,10 +141,11 @@ def test_forward_mode_says_which_method_has_it(method, how):
         "in jit": lambda: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
         "jacfwd": lambda: jax.jacfwd(f)(x),
     }
-    with pytest.raises(NotImplementedError, match="linrec.Scan"):
+    with pytest.raises(NotImplementedError, match=r"linrec\.Scan"):
         run[how]()
 
 
+@pytest.mark.core
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("method", FAST_METHODS)
 def test_shard_map(method, check_vma):

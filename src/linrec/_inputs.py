@@ -106,8 +106,7 @@ def canonicalise(
             fail(argument, f"expects shape {expected}, {meaning}, but has shape {x.shape}.")
 
     query, key, value = (
-        as_float(argument, x)
-        for argument, x in (("query", query), ("key", key), ("value", value))
+        as_float(argument, x) for argument, x in (("query", query), ("key", key), ("value", value))
     )
     if query.ndim not in (3, 4):
         fail(
@@ -200,7 +199,7 @@ def canonicalise(
         expect("initial_state", initial_state, state_shape, meaning=rows)
         initial_state = initial_state.astype(compute_dtype).reshape(B, N, H, K, V)
 
-    def with_batch(x: Array | None) -> Array | None:
+    def with_batch(x: Any) -> Any:
         return x if x is None or batched else x[None]
 
     inputs = Inputs(
@@ -225,7 +224,6 @@ def vary_alike(tree):
     Inside `jax.shard_map` a loop's carry must have one type throughout, while arrays made of zeros
     vary over no mesh axis. Outside of it this does nothing.
     """
-
 
     def varying(x: Array) -> frozenset[str]:
         return jax.typeof(x).manual_axis_type.varying

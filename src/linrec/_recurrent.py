@@ -7,6 +7,7 @@ from ._inputs import canonicalise
 from ._method.auto import Auto
 from ._method.base import AbstractMethod
 from ._method.segmented import Segmented
+from ._transform import reverse_mode_only
 from ._types import (
     CuSeqlens,
     FinalState,
@@ -15,8 +16,8 @@ from ._types import (
     KeyGate,
     Output,
     Query,
-    Scale,
     ScalarGate,
+    Scale,
     State,
     Value,
     ValueGate,
@@ -110,6 +111,12 @@ def recurrent(
     problem = method.unsupported(inputs)
     if problem is not None:
         raise NotImplementedError(f"`linrec.recurrent(..., method={method})`: {problem}")
+    if not method.has_forward_mode:
+        inputs = reverse_mode_only(
+            inputs,
+            f"`linrec.recurrent(..., method={method})` has no forward-mode derivatives (`jax.jvp`, "
+            "`jax.jacfwd`). `method=linrec.Scan()` has them.",
+        )
     return layout.restore(*method(inputs))
 
 

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
@@ -64,12 +65,13 @@ def fold_vmap(function, differentiable=None):
 
 
 def reverse_mode_only(tree, message: str):
-    """Returns `tree`, whose tangents may be transposed but not computed.
+    """Returns `tree`, the tangents of whose floats may be transposed but not computed.
 
     `jax.custom_vjp` has no forward mode either, and says so in words about itself. `message` is for
     the user.
     """
-    return jax.tree.map(partial(_reverse_mode_only, message), tree)
+    floats, rest = eqx.partition(tree, eqx.is_inexact_array)
+    return eqx.combine(jax.tree.map(partial(_reverse_mode_only, message), floats), rest)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))

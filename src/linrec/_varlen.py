@@ -38,7 +38,9 @@ def plan_chunks(
     else:
         number = T // size + cu_seqlens.shape[0] - 1
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-    last = jnp.cumsum(-(-(end - begin) // size), dtype=jnp.int32)  # one past the last chunk of each sequence
+    last = jnp.cumsum(
+        -(-(end - begin) // size), dtype=jnp.int32
+    )  # one past the last chunk of each sequence
     index = jnp.arange(number, dtype=jnp.int32)
     sequence = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
     spare = sequence == begin.shape[0]
@@ -61,4 +63,6 @@ def sequence_of_token(cu_seqlens: Int[Array, " boundaries"] | None, T: int) -> I
     """Which sequence each token belongs to; `N` for the padding after the last."""
     if cu_seqlens is None:
         return jnp.zeros((T,), jnp.int32)
-    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right").astype(jnp.int32)
+    return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right").astype(
+        jnp.int32
+    )

@@ -76,7 +76,7 @@ def _factorised(chunk: Chunk, h: Array) -> tuple[Array, Array]:
         scores = chunk.dot("bhik,bhjk->bhij", q, k)
     else:
         reach, middle = _reach(chunk.gk)
-        scores = _decayed_scores(chunk.precision, q, k, reach)
+        scores = jnp.asarray(_decayed_scores(chunk.precision, q, k, reach))
         q, k = q * jnp.exp(reach), k * jnp.exp(-reach)
         h = h * _column(jnp.exp(middle))
         after = _column(jnp.exp(reach[..., -1:, :]))
@@ -96,11 +96,11 @@ def _factorised(chunk: Chunk, h: Array) -> tuple[Array, Array]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _decayed_scores(precision, q, k, reach):
-    """(q_i e^A_i) . (k_j e^-A_j), whose gradient leaves a token's effect on itself out of the gates.
+def _decayed_scores(precision, q, k, reach) -> Array:
+    """(q_i e^A_i) . (k_j e^-A_j): equation (5). Its gradient leaves i = j out of the gates.
 
-    There is no decay in that effect: its two halves in the gradient cancel, but on paper only. Under
-    strong decay their rounding errors would be all that is left.
+    There is no decay in what a token reads of itself: its two halves in the gradient cancel, but on
+    paper only. Under strong decay their rounding errors would be all that is left.
     """
     return jnp.einsum(
         "bhik,bhjk->bhij", q * jnp.exp(reach), k * jnp.exp(-reach), precision=precision
@@ -131,7 +131,7 @@ def _explicit(chunk: Chunk, h: Array) -> tuple[Array, Array]:
     over_key = chunk.gk
     if chunk.g is not None:
         over_key = chunk.g if over_key is None else chunk.g + over_key
-    decayed_q, decayed_k, out = q, k, 1.0
+    decayed_q, decayed_k = q, k
     pairs = q[..., :, None, :] * k[..., None, :, :]
     if over_key is not None:
         between = _sums_between(over_key)
@@ -184,7 +184,9 @@ def _sums_between(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk
     width = min(C, _SMALL)
     # In blocks of `width` tokens: drop what is not after `j`, add up what is left until `i`.
     until = jnp.tril(jnp.ones((width, width), g.dtype))
-    blocks = jnp.broadcast_to(g.reshape(*rows, -1, width, 1, X), (*rows, C // width, width, width, X))
+    blocks = jnp.broadcast_to(
+        g.reshape(*rows, -1, width, 1, X), (*rows, C // width, width, width, X)
+    )
     i, j = (jax.lax.broadcasted_iota(jnp.int32, blocks.shape, blocks.ndim - n) for n in (3, 2))
     after = jnp.where(i > j, blocks, 0)
     sums = jnp.einsum("is,...sjx->...ijx", until, after, precision=jax.lax.Precision.HIGHEST)
@@ -218,7 +220,7 @@ def _reach(g: Float[Array, "*rows chunk x"]) -> tuple[Array, Array]:
 
 @jax.custom_vjp
 def _scale_rows(x: Float[Array, "*rows n x"], factor: Float[Array, "*rows n 1"]):
-    """`x * factor`. A product with ones sums its gradient: XLA is slow at sums along rows on CPUs."""
+    """`x * factor`. A product with ones sums the gradient: XLA is slow at sums of rows on CPUs."""
     return x * factor
 
 

@@ -9,6 +9,11 @@ from .._inputs import Inputs
 class AbstractMethod(eqx.Module):
     """A way to run the recurrence. Small, immutable, carries its own options."""
 
+    @property
+    def has_forward_mode(self) -> bool:
+        """Whether `jax.jvp` works. Reverse mode always does."""
+        return False
+
     @abc.abstractmethod
     def __call__(
         self, inputs: Inputs

@@ -7,13 +7,13 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from .._inputs import Inputs
-from .._transform import fold_vmap, reverse_mode_only
+from .._transform import fold_vmap
 from .._varlen import Chunks, plan_chunks
-from .base import AbstractMethod
 from ._chunk import Chunk, chunk_forms
+from .base import AbstractMethod
 
 
 class Chunked(AbstractMethod):
@@ -37,11 +37,7 @@ class Chunked(AbstractMethod):
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         if 0 in inputs.q.shape or 0 in inputs.output_shape:
             return inputs.zeros(inputs.output_shape, inputs.v.dtype), inputs.initial_state
-        rows = reverse_mode_only(
-            dataclasses.replace(inputs, cu_seqlens=None),
-            "`linrec.Chunked` has no forward-mode derivatives (`jax.jvp`, `jax.jacfwd`). Use "
-            "`linrec.recurrent(..., method=linrec.Scan())` for those.",
-        )
+        rows = dataclasses.replace(inputs, cu_seqlens=None)
         return _run(self.block, rows, inputs.cu_seqlens)
 
 
@@ -224,10 +220,9 @@ def _tokens(rows: Inputs):
     return rows.q, rows.k, rows.v, rows.g, rows.gk, rows.gv
 
 
-def _at(array: Array | None, index: Int[Array, ""]) -> Array | None:
-    if array is None:
-        return None
-    return jax.lax.dynamic_index_in_dim(array, index, axis=1, keepdims=False)
+def _at(arrays, index: Int[Array, ""]):
+    take = partial(jax.lax.dynamic_index_in_dim, index=index, axis=1, keepdims=False)
+    return jax.tree.map(take, arrays)
 
 
 def _put(array: Array, new: Array, index: Int[Array, ""]) -> Array:

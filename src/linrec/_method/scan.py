@@ -18,11 +18,15 @@ class Scan(AbstractMethod):
     (`jax.jvp`, `jax.jacfwd`, `jax.linearize`).
     """
 
+    @property
+    def has_forward_mode(self) -> bool:
+        return True
+
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         T = inputs.q.shape[1]
         sequence = sequence_of_token(inputs.cu_seqlens, T)
         xs = (sequence, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), _tokens(inputs)))
-        # One row of the table per sequence; padding writes to a row that nobody reads.
+        # One row of the table per sequence; padding, made zeros, writes to a row of its own.
         padding = ((0, 0), (0, 1), (0, 0), (0, 0), (0, 0))
         table = jnp.pad(inputs.initial_state, padding)
         g_gamma = inputs.g_gamma
@@ -32,9 +36,10 @@ class Scan(AbstractMethod):
 
         def body(table, x):
             n, token = x
+            token = jax.tree.map(lambda x: jnp.where(n < N, x, jnp.zeros_like(x)), token)
             gamma = None if g_gamma is None else g_gamma[:, n]
             o, h = _step(table[:, n], token, gamma, inputs.scale, inputs.precision)
-            return table.at[:, n].set(h), jnp.where(n < N, o, jnp.zeros_like(o))
+            return table.at[:, n].set(h), o
 
         table, output = jax.lax.scan(body, table, xs, reverse=inputs.reverse)
         return jnp.moveaxis(output, 0, 1), table[:, :N]

@@ -27,12 +27,16 @@ class Segmented(AbstractMethod):
                 f"{self.chunk_size}."
             )
 
+    @property
+    def has_forward_mode(self) -> bool:
+        return self.method.has_forward_mode
+
     def unsupported(self, inputs: Inputs) -> str | None:
         return self.method.unsupported(inputs)
 
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         T, size = inputs.q.shape[1], self.chunk_size
-        if T <= size:
+        if size >= T:
             return self.method(inputs)
         pieces = -(-T // size)
         ragged = inputs.cu_seqlens is not None or T % size != 0

@@ -1,0 +1,1 @@
+"""`python -m linrec.benchmark`: what linrec costs, beside what one would take instead."""

@@ -1,0 +1,149 @@
+"""The benchmark end to end, on problems that take no time."""
+
+import json
+import time
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+from linrec.benchmark import speed
+from linrec.benchmark.__main__ import main
+from linrec.benchmark._cases import Case
+from linrec.benchmark._check import Problem
+from linrec.benchmark._contestants import BASELINE, CHUNK_SCAN, Contestant, linrec_method
+from linrec.benchmark._timing import interleave
+
+
+TINY = ["--shapes", "1,64,1,4,2", "--gates", "gk"]
+
+
+def read(path):
+    return json.loads(path.read_text())["records"]
+
+
+def test_speed(tmp_path):
+    options = ["--repeats", "2", "--methods", "chunked:16", "--peers", "softmax"]
+    assert main(["speed", *TINY, *options, "--output", str(tmp_path)]) == 0
+    records = read(tmp_path / "speed.json")
+    names = {record["contestant"] for record in records}
+    assert names == {"lax.scan", "chunk scan", "linrec chunked:16", "softmax"}
+    assert len(records) == 2 * len(names)
+    for record in records:
+        assert (record["problem"] is None) == (record.get("ms", 0) > 0)
+        if record["contestant"].startswith("linrec"):
+            assert record["error"] < 1e-5
+            assert record["times_as_fast"] > 0
+    assert (tmp_path / "speed-float32.png").stat().st_size > 0
+
+
+def test_memory(tmp_path, capsys):
+    options = ["--lengths", "64", "128", "--chunk-size", "32", "--methods", "scan"]
+    assert main(["memory", *TINY, *options, "--output", str(tmp_path)]) == 0
+    temp_bytes = {
+        (r["pass"], r["contestant"]): r["temp_bytes"] for r in read(tmp_path / "memory.json")
+    }
+    assert temp_bytes["forward+backward", "lax.scan"] > temp_bytes["forward", "lax.scan"] > 0
+    growth = read(tmp_path / "memory-growth.json")
+    assert [r["shape"][1] for r in growth] == [64, 128]
+    assert [r["state_bytes"] for r in growth] == [2 * 4 * 2 * 4, 4 * 4 * 2 * 4]
+    assert "linrec scan" in capsys.readouterr().out
+    assert (tmp_path / "memory.png").exists()
+    assert (tmp_path / "memory-growth.png").exists()
+
+
+@cache
+def _problem():
+    return Problem.of(Case((1, 8, 1, 4, 2), "gk"))
+
+
+def _right(inputs):
+    return linrec_method("scan").run(inputs)
+
+
+def _without_gradient_of_key(inputs):
+    return _right(inputs | {"key": jax.lax.stop_gradient(inputs["key"])})
+
+
+def _fails(inputs):
+    raise RuntimeError("out of luck\nand more")
+
+
+@pytest.mark.parametrize(
+    ("run", "forward", "both"),
+    [
+        (_right, None, None),
+        (lambda inputs: _right(inputs) * 1.01, "wrong: output", "wrong: "),
+        (lambda inputs: _right(inputs) * jnp.nan, "wrong: output off by inf", "wrong: "),
+        (lambda inputs: _right(inputs)[:, :-1], "wrong: output off by inf", "fails: "),
+        (_without_gradient_of_key, None, "wrong: gradient of key off by 1.0e+00"),
+        (_fails, "fails: RuntimeError: out of luck", "fails: RuntimeError: out of luck"),
+    ],
+)
+def test_only_right_answers_are_timed(run, forward, both):
+    problem = _problem()
+    for which, expected in (("forward", forward), ("forward+backward", both)):
+        verdict = problem.judge(Contestant("someone", run), which, memory_limit=1e9)
+        assert (verdict.program is None) == (expected is not None)
+        assert (verdict.problem or "").startswith(expected or "")
+        assert (verdict.problem is None) == (expected is None)
+
+
+def test_wrong_contestant_in_a_run(tmp_path, monkeypatch, capsys):
+    wrong = Contestant("linrec wrong", lambda inputs: -_right(inputs))
+    monkeypatch.setattr(speed, "choose", lambda methods, peers: [BASELINE, wrong])
+    status = main(["speed", *TINY, "--repeats", "1", "--output", str(tmp_path)])
+    assert status == 1
+    for record in read(tmp_path / "speed.json"):
+        assert ("ms" in record) == (record["contestant"] == "lax.scan")
+        assert ("ms" in record) == (record["problem"] is None)
+    assert "wrong: " in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_not_run():
+    verdict = _problem().judge(BASELINE, "forward+backward", memory_limit=1.0)
+    assert verdict.program is None
+    assert "needs" in verdict.problem
+
+
+def test_interleave():
+    order = []
+    calls = {name: partial(_call, order, name, 0.06) for name in ("one", "other")}
+    timings = interleave(calls, rounds=3, budget=0.1)
+    assert order == ["one", "other"] * 2
+    assert all(timing.minimum >= 0.06 for timing in timings.values())
+    assert all(timing.median >= timing.minimum for timing in timings.values())
+
+
+def _call(order, name, seconds):
+    order.append(name)
+    time.sleep(seconds)
+
+
+def test_unknown_names():
+    with pytest.raises(SystemExit, match=r"expected names among .*'chunked'.* got 'nonesuch'"):
+        linrec_method("nonesuch")
+    with pytest.raises(SystemExit, match=r"got .'nonesuch'"):
+        main(["speed", "--peers", "nonesuch"])
+    with pytest.raises(SystemExit):
+        main(["all", "--nonesuch"])
+
+
+def test_missing_extra(monkeypatch):
+    from linrec.benchmark import __main__
+
+    monkeypatch.setattr(__main__, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r'pip install "linrec\[benchmark\]"'):
+        main(["speed"])
+
+
+def test_baselines_are_right():
+    problem = Problem.of(Case((2, 128, 2, 4, 3), "all", "bfloat16"))
+    for contestant in (BASELINE, CHUNK_SCAN):
+        verdict = problem.judge(contestant, "forward+backward", memory_limit=1e9)
+        assert verdict.problem is None
