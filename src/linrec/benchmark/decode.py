@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    calls = {"copy": _copy(args), "linrec.step": _step(args)}
+    calls: dict[str, Callable[[], object]] = {"copy": _copy(args), "linrec.step": _step(args)}
     for layer in _layers(args):
         for position in (0, 1_000_000):
             calls[f"{type(layer).__name__} at token {position:,}"] = _layer_step(

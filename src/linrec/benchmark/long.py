@@ -75,9 +75,7 @@ def main(args: argparse.Namespace) -> None:
             chunk_sizes.insert(0, None)
         gradients = []
         for chunk_size in chunk_sizes:
-            task = Task(
-                args.mixer, args.size, args.num_layers, length, chunk_size, args.two_level
-            )
+            task = Task(args.mixer, args.size, args.num_layers, length, chunk_size, args.two_level)
             record, gradient = _in_new_process(task)
             gradients.append(gradient)
             record["gradient_error"] = _relative_error(gradients[-1], gradients[0])
@@ -137,7 +135,7 @@ def _measure(task: Task) -> tuple[dict[str, Any], list[np.ndarray]]:
             )
         return total / task.length
 
-    compiled = gradient.lower(model, tokens).compile()
+    compiled = gradient.lower(model, tokens).compile()  # pyright: ignore[reportFunctionMemberAccess]
     start = time.perf_counter()
     loss, gradients = jax.block_until_ready(compiled(model, tokens))
     seconds = time.perf_counter() - start

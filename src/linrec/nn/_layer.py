@@ -86,7 +86,6 @@ class AbstractLayer(eqx.Module):
         **Returns:** `(y, state)`: the output, one row for every token, and the state at the end.
         """
         _check_input(self, "(x)", x, ("seq",))
-        cu_seqlens = None if cu_seqlens is None else jnp.asarray(cu_seqlens)
         rows = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = _check_state(self, "(x, state)", state, rows)
         return self.run(x, state, sequence_timeline(x.shape[0], cu_seqlens, chunk_size, method))

@@ -88,7 +88,7 @@ class Packed(AbstractTimeline):
 
     recurrent: Callable
     length: int
-    cu_seqlens: CuSeqlens
+    cu_seqlens: Int[Array, " boundaries"]
 
     @property
     def sequence(self) -> Int[Array, " seq"]:
@@ -101,7 +101,7 @@ class Packed(AbstractTimeline):
     def end(self, start):
         return start + jnp.diff(self.cu_seqlens)
 
-    def _bounds(self, history: int) -> CuSeqlens:
+    def _bounds(self, history: int) -> Int[Array, " boundaries"]:
         """Where the sequences begin and end once each is extended."""
         return self.cu_seqlens + history * jnp.arange(self.cu_seqlens.shape[0], dtype=jnp.int32)
 
@@ -148,7 +148,7 @@ def sequence_timeline(
 
     if cu_seqlens is None:
         return Whole(run, length)
-    return Packed(run, length, cu_seqlens.astype(jnp.int32))
+    return Packed(run, length, jnp.asarray(cu_seqlens, jnp.int32))
 
 
 def token_timeline() -> AbstractTimeline:
