@@ -2,6 +2,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from ._layer import AbstractLayer, AbstractMixer
@@ -30,27 +31,28 @@ class GatedMLP(eqx.Module):
         self.output = make_linear(inner_size, size, dtype=dtype, init=init, key=out_key)
 
     def __call__(self, x: Float[Array, "seq dim"]) -> Float[Array, "seq dim"]:
-        gate, y = jax.numpy.split(apply_linear(self.gate_and_input, x), 2, axis=-1)
+        gate, y = jnp.split(apply_linear(self.gate_and_input, x), 2, axis=-1)
         return apply_linear(self.output, jax.nn.silu(gate) * y).astype(x.dtype)
 
 
 class Block(AbstractLayer):
     r"""A layer of a model: mixes tokens, then channels, each with a norm and a residual.
 
-    $$u = x + \operatorname{mixer}(\operatorname{RMSNorm}(x)), \qquad
-    y = u + \operatorname{MLP}(\operatorname{RMSNorm}(u))$$
+        $$u = x + \operatorname{mixer}(\operatorname{RMSNorm}(x)), \qquad
+        y = u + \operatorname{MLP}(\operatorname{RMSNorm}(u))$$
 
-    !!! example
+        !!! example
 
-        ```python
-        import jax
-        import linrec
+            ```python
+            import jax
+    import jax.numpy as jnp
+            import linrec
 
-        mixer_key, block_key = jax.random.split(jax.random.key(0))
-        mixer = linrec.nn.Retention(64, key=mixer_key)
-        block = linrec.nn.Block(mixer, key=block_key)
-        y, state = block(jax.numpy.ones((100, 64)))
-        ```
+            mixer_key, block_key = jax.random.split(jax.random.key(0))
+            mixer = linrec.nn.Retention(64, key=mixer_key)
+            block = linrec.nn.Block(mixer, key=block_key)
+            y, state = block(jax.numpy.ones((100, 64)))
+            ```
     """
 
     mixer_norm: eqx.nn.RMSNorm

@@ -9,7 +9,7 @@ from ._layer import AbstractMixer
 from ._linear import Init
 from ._output import Output
 from ._precision import wide
-from ._projection import head_size, QueryKeyValue
+from ._projection import count_heads, head_size, QueryKeyValue
 from ._state import RecurrentState
 from ._timeline import AbstractTimeline
 
@@ -65,7 +65,7 @@ class HGRN2(AbstractMixer):
                 f"got {lower_bound}."
             )
         if num_heads is None:
-            num_heads = head_size("num_heads", None, size, key_size)
+            num_heads = count_heads(size, key_size)
         V = head_size("value_size", value_size, size, num_heads)
         qkv_key, output_key = jax.random.split(key)
         options = {"dtype": dtype, "init": init}

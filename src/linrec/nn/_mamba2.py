@@ -10,7 +10,7 @@ from ._conv import ShortConvolution
 from ._layer import AbstractMixer
 from ._linear import apply_linear, Init, make_linear
 from ._precision import wide
-from ._projection import head_size
+from ._projection import count_heads
 from ._state import RecurrentState
 from ._timeline import AbstractTimeline
 
@@ -71,7 +71,7 @@ class Mamba2(AbstractMixer):
         - `trainable_state`, `dtype`, `init`, `key`: as in [`linrec.nn.GatedLinearAttention`][].
         """
         if num_heads is None:
-            num_heads = head_size("num_heads", None, 2 * size, value_size)
+            num_heads = count_heads(2 * size, value_size)
         if num_groups < 1 or num_heads % num_groups != 0:
             raise ValueError(
                 f"`num_groups` ({num_groups}) has to divide `num_heads` ({num_heads}): every B and "

@@ -26,6 +26,16 @@ def head_size(
     return size
 
 
+def count_heads(channels: int, head_size: int) -> int:
+    """How many heads share `channels`, where the caller has not said it."""
+    if channels % head_size != 0:
+        raise ValueError(
+            f"{channels} channels do not make a whole number of heads of {head_size} channels. "
+            "Pass `num_heads`."
+        )
+    return channels // head_size
+
+
 class QueryKeyValue(eqx.Module):
     """Queries, keys and values of every head: one projection, then the short convolution."""
 
