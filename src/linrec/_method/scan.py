@@ -103,11 +103,12 @@ def step(
         False,
         None,
     )
-    token = jax.tree.map(lambda x: x[:, 0], _tokens(inputs))
-    gamma = None if inputs.g_gamma is None else inputs.g_gamma[:, 0]
-    o, h = _step(inputs.initial_state[:, 0], token, gamma, inputs.scale, inputs.precision)
-    o, h = layout.restore(o[:, None], h[:, None])
-    return jnp.squeeze(o, -3), h
+    # Without a batch axis where the caller has none: on a CPU, XLA updates the state in place only
+    # if no axis comes and goes on the way. Decoding under `vmap` is several times faster for it.
+    at = (slice(None), 0) if layout.batched else (0, 0)
+    token = jax.tree.map(lambda x: x[at], _tokens(inputs))
+    gamma = None if inputs.g_gamma is None else inputs.g_gamma[at]
+    return _step(inputs.initial_state[at], token, gamma, inputs.scale[at[:1]], inputs.precision)
 
 
 def _tokens(inputs: Inputs):
@@ -115,7 +116,7 @@ def _tokens(inputs: Inputs):
 
 
 def _step(h, token, g_gamma, scale, precision):
-    """One token of every row: `h` is `(B, H, K, V)`, `q` is `(B, H, K)`, `scale` is `(B,)`."""
+    """One token of every row: `h` is `(*B, H, K, V)`, `q` is `(*B, H, K)`, `scale` is `(*B,)`."""
     q, k, v, g, gk, gv = token
     wide = lambda x: x.astype(h.dtype)
     # Gates add up before `exp`: their sum may be harmless where one of them is not.
@@ -125,8 +126,8 @@ def _step(h, token, g_gamma, scale, precision):
         h = h * jnp.exp(sum(over_key[1:], start=over_key[0]))
     if gv is not None:
         h = h * jnp.exp(wide(gv))[..., None, :]
-    groups = h.shape[1] // k.shape[1]
-    k, v_of_head = (jnp.repeat(wide(x), groups, axis=1) for x in (k, v))
+    groups = h.shape[-3] // k.shape[-2]
+    k, v_of_head = (jnp.repeat(wide(x), groups, axis=-2) for x in (k, v))
     h = h + k[..., None] * v_of_head[..., None, :]
-    q = wide(q) * scale[:, None, None]
-    return jnp.einsum("bhk,bhkv->bhv", q, h, precision=precision).astype(v.dtype), h
+    q = wide(q) * scale[..., None, None]
+    return jnp.einsum("...hk,...hkv->...hv", q, h, precision=precision).astype(v.dtype), h
