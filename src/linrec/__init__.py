@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from . import nn as nn
 from ._method.auto import Auto as Auto
 from ._method.base import AbstractMethod as AbstractMethod
 from ._method.chunked import Chunked as Chunked
@@ -14,6 +15,7 @@ from ._recurrent import (
     recurrent as recurrent,
     recurrent_gla as recurrent_gla,
 )
+from ._scan_chunks import scan_chunks as scan_chunks
 from ._triton.config import KernelConfig as KernelConfig
 
 

@@ -106,20 +106,31 @@ def step(
         False,
         None,
     )
+    elsewhere = partial(_one_token, layout.batched)
     on_gpu = Auto().select(inputs, "gpu")
-    if isinstance(on_gpu, Triton):
-        o, h = by_platform(partial(on_gpu.decode, in_xla=_one_token), _one_token, inputs)
-    else:
-        o, h = _one_token(inputs)
-    o, h = layout.restore(o, h)
-    return jnp.squeeze(o, -3), h
+    if not isinstance(on_gpu, Triton):
+        return elsewhere(inputs)
+    return by_platform(partial(_decode, on_gpu, layout.batched), elsewhere, inputs)
 
 
-def _one_token(inputs: Inputs) -> tuple[Array, Array]:
-    token = jax.tree.map(lambda x: x[:, 0], _tokens(inputs))
-    gamma = None if inputs.g_gamma is None else inputs.g_gamma[:, 0]
-    o, h = _step(inputs.initial_state[:, 0], token, gamma, inputs.scale, inputs.precision)
+def _one_token(batched: bool, inputs: Inputs) -> tuple[Array, Array]:
+    # Without a batch axis where the caller has none: on a CPU, XLA updates the state in place only
+    # if no axis comes and goes on the way. Decoding under `vmap` is several times faster for it.
+    at = (slice(None), 0) if batched else (0, 0)
+    token = jax.tree.map(lambda x: x[at], _tokens(inputs))
+    gamma = None if inputs.g_gamma is None else inputs.g_gamma[at]
+    return _step(inputs.initial_state[at], token, gamma, inputs.scale[at[:1]], inputs.precision)
+
+
+def _rows_of_one_token(inputs: Inputs) -> tuple[Array, Array]:
+    o, h = _one_token(True, inputs)
     return o[:, None], h[:, None]
+
+
+def _decode(method: Triton, batched: bool, inputs: Inputs) -> tuple[Array, Array]:
+    o, h = method.decode(inputs, _rows_of_one_token)
+    at = (slice(None), 0) if batched else (0, 0)
+    return o[at], h[at]
 
 
 def _tokens(inputs: Inputs):
@@ -127,7 +138,7 @@ def _tokens(inputs: Inputs):
 
 
 def _step(h, token, g_gamma, scale, precision):
-    """One token of every row: `h` is `(B, H, K, V)`, `q` is `(B, H, K)`, `scale` is `(B,)`."""
+    """One token of every row: `h` is `(*B, H, K, V)`, `q` is `(*B, H, K)`, `scale` is `(*B,)`."""
     q, k, v, g, gk, gv = token
     wide = lambda x: x.astype(h.dtype)
     # Gates add up before `exp`: their sum may be harmless where one of them is not.
@@ -137,8 +148,8 @@ def _step(h, token, g_gamma, scale, precision):
         h = h * jnp.exp(sum(over_key[1:], start=over_key[0]))
     if gv is not None:
         h = h * jnp.exp(wide(gv))[..., None, :]
-    groups = h.shape[1] // k.shape[1]
-    k, v_of_head = (jnp.repeat(wide(x), groups, axis=1) for x in (k, v))
+    groups = h.shape[-3] // k.shape[-2]
+    k, v_of_head = (jnp.repeat(wide(x), groups, axis=-2) for x in (k, v))
     h = h + k[..., None] * v_of_head[..., None, :]
-    q = wide(q) * scale[:, None, None]
-    return jnp.einsum("bhk,bhkv->bhv", q, h, precision=precision).astype(v.dtype), h
+    q = wide(q) * scale[..., None, None]
+    return jnp.einsum("...hk,...hkv->...hv", q, h, precision=precision).astype(v.dtype), h

@@ -1,0 +1,112 @@
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+
+def scan_chunks(
+    function: Callable[[Any, Any], tuple[Any, Any]],
+    xs: PyTree[Array],
+    state: PyTree[Array],
+    chunk_size: int,
+    *,
+    two_level: bool = False,
+    truncate: bool = False,
+) -> tuple[PyTree[Array], PyTree[Array]]:
+    """Runs, and later differentiates, a whole model over a sequence of any length, in pieces.
+
+    A checkpointed `jax.lax.scan` over chunks of tokens that carries the state. What is kept for
+    the backward pass is the state before each chunk; everything else is computed again, one chunk
+    at a time. Values and gradients are those of `function(xs, state)`.
+
+    !!! example
+
+        ```python
+        import equinox as eqx
+        import jax
+        import linrec
+
+        make_mixer = lambda layer_idx, key: linrec.nn.Retention(64, key=key)
+        model = linrec.nn.LanguageModel(make_mixer, 2, vocab_size=256, key=jax.random.key(0))
+        tokens = jax.random.randint(jax.random.key(1), (10_001,), 0, 256)
+
+        @eqx.filter_value_and_grad
+        def loss(model):
+            total, _ = linrec.scan_chunks(
+                lambda chunk, state: model.loss(*chunk, state),
+                (tokens[:-1], tokens[1:]),
+                model.initial_state(),
+                chunk_size=1000,
+            )
+            return total / 10_000
+        ```
+
+    **Arguments:**
+
+    - `function`: takes `(xs, state)` to `(ys, state)`: a layer, a model, or a loss.
+    - `xs`: arrays with the sequence axis first.
+    - `state`: the state to start from, for example `model.initial_state()`.
+    - `chunk_size`: tokens of a chunk. The last chunk may be shorter.
+    - `two_level`: keep the state before every group of chunks only, and within one group at a time
+        before each chunk: about `2 * sqrt(n)` states instead of `n`, for one more forward pass.
+    - `truncate`: truncated backpropagation: no gradient crosses from a chunk to the one before.
+
+    **Returns:** `(ys, state)`. Scalars among `ys` are added up over the chunks, as fits losses;
+    arrays are joined along their first axis.
+    """
+    lengths = {jnp.shape(x)[:1] for x in jax.tree.leaves(xs)}
+    if len(lengths) != 1 or lengths == {()}:
+        raise ValueError(
+            "`linrec.scan_chunks(function, xs, ...)` expects arrays with one common sequence axis "
+            f"in front, but got shapes {[jnp.shape(x) for x in jax.tree.leaves(xs)]}."
+        )
+    if chunk_size < 1:
+        raise ValueError(
+            f"`linrec.scan_chunks(..., chunk_size=...)` expects 1 token or more, but got "
+            f"{chunk_size}."
+        )
+    ((T,),) = lengths
+
+    # In a loop, common subexpressions cannot undo the checkpoint: no need to guard against it.
+    @partial(jax.checkpoint, prevent_cse=False)
+    def run_chunk(state, chunk):
+        ys, state = function(chunk, jax.lax.stop_gradient(state) if truncate else state)
+        return state, ys
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def run_group(state, chunk):
+        return _scan(run_chunk, chunk_size, state, chunk)
+
+    # Groups of chunks, then the chunks that are left, then the tokens that are left.
+    group_size = math.isqrt(T // chunk_size) * chunk_size
+    plan = [(run_chunk, chunk_size), (run_chunk, T % chunk_size)]
+    if two_level:
+        plan.insert(0, (run_group, group_size))
+    pieces = []
+    for run, size in plan:
+        if size > 0:
+            end = jax.tree.leaves(xs)[0].shape[0] // size * size
+            state, ys = _scan(run, size, state, _cut(xs, 0, end))
+            xs = _cut(xs, end, None)
+            pieces.append(ys)
+    return jax.tree.map(_join, *pieces), state
+
+
+def _cut(xs, start, end):
+    return jax.tree.map(lambda x: x[start:end], xs)
+
+
+def _scan(run, size, state, xs):
+    """Scans `run` over pieces of `size` tokens and joins what comes out."""
+    cut = lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:])
+    state, ys = jax.lax.scan(run, state, jax.tree.map(cut, xs))
+    merge = lambda y: jnp.sum(y, axis=0) if y.ndim == 1 else y.reshape(-1, *y.shape[2:])
+    return state, jax.tree.map(merge, ys)
+
+
+def _join(*pieces):
+    return sum(pieces) if pieces[0].ndim == 0 else jnp.concatenate(pieces)

@@ -1,0 +1,132 @@
+"""Decoding: the bandwidth on the state that one step reaches, against a copy of the state."""
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import linrec
+from linrec import nn
+
+from ._report import print_table, write_json
+from ._timing import interleave
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=int, default=64, help="texts (default: %(default)s)")
+    parser.add_argument("--num-heads", type=int, default=8, help="(default: %(default)s)")
+    parser.add_argument("--key-size", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument("--value-size", type=int, default=128, help="(default: %(default)s)")
+    parser.add_argument(
+        "--size", type=int, default=64, help="channels of the layers' input (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="of timing (default: %(default)s)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("benchmark-results"),
+        help="folder (default: %(default)s)",
+    )
+
+
+def main(args: argparse.Namespace) -> None:
+    calls: dict[str, Callable[[], object]] = {"copy": _copy(args), "linrec.step": _step(args)}
+    for layer in _layers(args):
+        for position in (0, 1_000_000):
+            calls[f"{type(layer).__name__} at token {position:,}"] = _layer_step(
+                layer, args.batch, position
+            )
+    for call in calls.values():
+        call()
+    timings = interleave(calls, args.rounds, budget=30.0)
+    state_bytes = args.batch * args.num_heads * args.key_size * args.value_size * 4
+    copy = timings["copy"]
+    records = [
+        {
+            "name": name,
+            "seconds": timing.minimum,
+            "median_seconds": timing.median,
+            "bandwidth": 2 * state_bytes / timing.minimum,
+            "of_copy": copy.minimum / timing.minimum,
+            "median_of_copy": copy.median / timing.median,
+        }
+        for name, timing in timings.items()
+    ]
+    _print(args, records)
+    arguments = {name: value for name, value in vars(args).items() if isinstance(value, int)}
+    write_json(args.output / "decode.json", "decode", [arguments | r for r in records])
+
+
+def _print(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
+    rows = [
+        (
+            record["name"],
+            f"{record['seconds'] * 1e3:.2f}",
+            f"{record['median_seconds'] * 1e3:.2f}",
+            f"{record['bandwidth'] / 1e9:.1f}",
+            f"{record['of_copy']:.0%} (median {record['median_of_copy']:.0%})",
+        )
+        for record in records
+    ]
+    title = (
+        f"One token of {args.batch} texts, {args.num_heads} heads of "
+        f"({args.key_size}, {args.value_size}), state donated"
+    )
+    print_table(title, ("", "ms", "median ms", "GB/s on the state", "of a copy"), rows)
+
+
+def _state(args: argparse.Namespace) -> jax.Array:
+    shape = (args.batch, args.num_heads, args.key_size, args.value_size)
+    return jax.random.normal(jax.random.key(0), shape, jnp.float32)
+
+
+def _copy(args: argparse.Namespace) -> Callable[[], None]:
+    """What the memory does at best: the state read once and written once, to pages in use."""
+    source = np.asarray(_state(args))
+    target = np.copy(source)
+    return lambda: np.copyto(target, source)
+
+
+def _step(args: argparse.Namespace) -> Callable[[], None]:
+    key = jax.random.normal(jax.random.key(1), (args.batch, args.num_heads, args.key_size))
+    value = jax.random.normal(jax.random.key(2), (args.batch, args.num_heads, args.value_size))
+    step = jax.jit(
+        lambda state: linrec.step(state, key, key, value, gk=-jnp.abs(key)), donate_argnums=0
+    )
+    return _decoder(step, _state(args))
+
+
+def _layers(args: argparse.Namespace) -> list[nn.AbstractMixer]:
+    H, K, V = args.num_heads, args.key_size, args.value_size
+    key = jax.random.key(0)
+    return [
+        nn.LinearAttention(args.size, H, key_size=K, value_size=V, normalise=False, key=key),
+        nn.GatedLinearAttention(args.size, H, key_size=K, value_size=V, key=key),
+        nn.Retention(args.size, H, key_size=K, value_size=V, key=key),
+        nn.Mamba2(args.size, H, key_size=K, value_size=V, key=key),
+    ]
+
+
+def _layer_step(layer: nn.AbstractMixer, batch: int, position: int) -> Callable[[], None]:
+    x = jax.random.normal(jax.random.key(3), (batch, layer.size))
+    state = jax.tree.map(lambda s: jnp.broadcast_to(s, (batch, *s.shape)), layer.state)
+    state = eqx.tree_at(lambda s: s.position, state, jnp.full((batch,), position, jnp.int32))
+    step = jax.jit(
+        lambda state: jax.vmap(lambda x, state: layer.step(x, state))(x, state), donate_argnums=0
+    )
+    return _decoder(step, state)
+
+
+def _decoder(step: Callable[[Any], tuple[jax.Array, Any]], state: Any) -> Callable[[], None]:
+    """Decodes one token with each call. The state's memory is used again every time."""
+
+    def decode() -> None:
+        nonlocal state
+        _, state = jax.block_until_ready(step(state))
+
+    return decode

@@ -1,0 +1,176 @@
+"""The protocol of every layer: what a user calls, and what the author of a layer writes."""
+
+import abc
+from typing import Any, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree, Shaped
+
+from .._method.base import AbstractMethod
+from .._types import CuSeqlens
+from ._precision import wide
+from ._state import RecurrentState, repeat_state
+from ._timeline import AbstractTimeline, sequence_timeline, token_timeline
+
+
+_Layer = TypeVar("_Layer", bound="AbstractLayer")
+
+
+class AbstractLayer(eqx.Module):
+    """Something that maps a sequence to a sequence and carries a state along it.
+
+    Layers are immutable and unbatched: batch them with `jax.vmap`. They hold the state that they
+    start from.
+
+    !!! example
+
+        ```python
+        y, state = layer(x)                  # a whole sequence, from the state the layer holds
+        y, state = layer(x, state)           # go on from a state
+        y_t, state = layer.step(x_t, state)  # one token
+        layer = layer.with_state(state)      # a new layer that holds `state`
+        ```
+
+    To write a new kind of layer, subclass [`linrec.nn.AbstractMixer`][] and define `run`.
+    """
+
+    state: eqx.AbstractVar[PyTree]
+    """The state that sequences start from."""
+
+    @property
+    @abc.abstractmethod
+    def token_shape(self) -> tuple[int, ...]:
+        """Of the input at one token: its channels, or nothing for a token number."""
+
+    @abc.abstractmethod
+    def initial_state(self) -> PyTree:
+        """`state`, with the gradient stopped where it is not to be trained."""
+
+    @abc.abstractmethod
+    def run(
+        self, x: Shaped[Array, " seq *dim"], state: PyTree, time: AbstractTimeline
+    ) -> tuple[Float[Array, "seq out"], PyTree]:
+        """What the layer does, written once for whole sequences, packed ones, and single tokens.
+
+        **Arguments:**
+
+        - `x`: one row for every token.
+        - `state`: where to start from.
+        - `time`: everything that looks along the sequence axis goes through it.
+
+        **Returns:** the output, one row for every token, and the state after the last.
+        """
+
+    def __call__(
+        self,
+        x: Shaped[Array, " seq *dim"],
+        state: PyTree | None = None,
+        *,
+        cu_seqlens: CuSeqlens | None = None,
+        chunk_size: int | None = None,
+        method: AbstractMethod | None = None,
+    ) -> tuple[Float[Array, "seq out"], PyTree]:
+        """Runs a sequence.
+
+        **Arguments:**
+
+        - `x`: `(seq, channels)`; for a language model `(seq,)` token numbers.
+        - `state`: where to start from. Defaults to the state that the layer holds.
+        - `cu_seqlens`: boundaries of sequences packed along `seq`, as in [`linrec.recurrent`][].
+            The states, the one given and the one returned, then have an axis `num_seqs` in front.
+            The state that the layer holds is every sequence's start.
+        - `chunk_size`, `method`: as in [`linrec.recurrent`][].
+
+        **Returns:** `(y, state)`: the output, one row for every token, and the state at the end.
+        """
+        _check_input(self, "(x)", x, ("seq",))
+        rows = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = _check_state(self, "(x, state)", state, rows)
+        return self.run(x, state, sequence_timeline(x.shape[0], cu_seqlens, chunk_size, method))
+
+    def step(
+        self, x: Shaped[Array, "*dim"], state: PyTree | None = None
+    ) -> tuple[Float[Array, " out"], PyTree]:
+        """Runs one token. Scanned over a sequence it gives what `__call__` gives.
+
+        **Arguments:**
+
+        - `x`: `(channels,)`; for a language model one token number.
+        - `state`: as in `__call__`.
+
+        **Returns:** `(y, state)`: the output for this token and the state after it.
+        """
+        _check_input(self, ".step(x)", x, ())
+        state = _check_state(self, ".step(x, state)", state, None)
+        y, state = self.run(x[None], state, token_timeline())
+        return y[0], state
+
+    def with_state(self: _Layer, state: PyTree) -> _Layer:
+        """A new layer that holds `state`, and is the same otherwise."""
+        state = _check_state(self, ".with_state(state)", state, None)
+        return eqx.tree_at(lambda layer: layer.state, self, state)
+
+
+class AbstractMixer(AbstractLayer):
+    """A layer that holds its state itself: the part of a [`linrec.nn.Block`][] that mixes tokens.
+
+    A new kind of mixer is a subclass with a `run`. It holds the parts it needs, for example
+    [`linrec.nn.QueryKeyValue`][] and [`linrec.nn.Output`][].
+    """
+
+    size: eqx.AbstractVar[int]
+    """Channels of the input and the output."""
+    trainable_state: eqx.AbstractVar[bool]
+    """Whether `state` is a parameter."""
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        return (self.size,)
+
+    def initial_state(self) -> PyTree:
+        state = self.state if self.trainable_state else jax.lax.stop_gradient(self.state)
+        if isinstance(state, RecurrentState):
+            # Whoever casts a model to half precision casts the state that it holds too.
+            state = RecurrentState(wide(state.hidden), state.conv, state.position)
+        return state
+
+
+def _check_input(layer: AbstractLayer, call: str, x: Any, axes: tuple[str, ...]) -> None:
+    channels = layer.token_shape
+    if jnp.ndim(x) != len(axes + channels) or x.shape[len(axes) :] != channels:
+        expected = ", ".join(axes + tuple(map(str, channels)))
+        raise ValueError(
+            f"`{type(layer).__name__}{call}` expects `x` of shape ({expected}), but it has shape "
+            f"{jnp.shape(x)}. Layers are unbatched: for a batch, use `jax.vmap`."
+        )
+    kind = jnp.floating if channels else jnp.integer
+    if not jnp.issubdtype(x.dtype, kind):
+        raise TypeError(
+            f"`{type(layer).__name__}{call}` expects `x` of {kind.__name__} dtype, but it has "
+            f"dtype {x.dtype}."
+        )
+
+
+def _check_state(layer: AbstractLayer, call: str, state: Any, rows: int | None) -> Any:
+    def default():
+        state = layer.initial_state()
+        return state if rows is None else repeat_state(state, rows)
+
+    if state is None:
+        return default()
+    expected = jax.eval_shape(default)
+    if _shapes(state) != _shapes(expected):
+        packed = "" if rows is None else f" for {rows} packed sequences"
+        raise ValueError(
+            f"`{type(layer).__name__}{call}` expects{packed} a state of the shapes\n"
+            f"{eqx.tree_pformat(expected)}\nbut got\n{eqx.tree_pformat(state)}\n"
+            "Pass a state that this layer returned; for a batch of states, use `jax.vmap`."
+        )
+    return state
+
+
+def _shapes(state: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    leaves, structure = jax.tree.flatten(state)
+    return structure, [jnp.shape(leaf) for leaf in leaves]

@@ -1,0 +1,30 @@
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+
+def sample(
+    logits: Float[Array, " vocab"],
+    key: PRNGKeyArray,
+    temperature: Float[Array, ""],
+    top_k: Int[Array, ""] | None,
+    top_p: Float[Array, ""] | None,
+) -> Int[Array, ""]:
+    """Draws a token. Everything may be traced: other settings do not compile again."""
+    greedy = temperature <= 0
+    scaled = logits / jnp.where(greedy, 1, temperature).astype(logits.dtype)
+    if top_k is not None or top_p is not None:
+        descending = jnp.sort(scaled, descending=True)
+        if top_k is not None:
+            rank = jnp.arange(logits.shape[0], dtype=top_k.dtype)
+            descending = jnp.where(rank < top_k, descending, -jnp.inf)
+        if top_p is not None:
+            probability = jax.nn.softmax(descending)
+            before = jnp.cumsum(probability) - probability
+            # The likeliest token stays whatever `top_p` is.
+            keep = (before < top_p.astype(before.dtype)) | (before <= 0)
+            descending = jnp.where(keep, descending, -jnp.inf)
+        least = jnp.min(jnp.where(descending == -jnp.inf, jnp.inf, descending))
+        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
+    drawn = jax.random.categorical(key, scaled)
+    return jnp.where(greedy, jnp.argmax(logits), drawn).astype(jnp.int32)

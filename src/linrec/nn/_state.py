@@ -1,0 +1,39 @@
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ._precision import wide_dtype
+
+
+class RecurrentState(eqx.Module):
+    """All that a recurrent layer remembers of the tokens it has seen.
+
+    A pytree of arrays and nothing else, whose size does not depend on how many tokens there were:
+    it stacks under `jax.vmap`, is written with `equinox.tree_serialise_leaves`, crosses
+    `jax.export`, and its memory can be donated. With packed sequences every array has an axis
+    `num_seqs` in front.
+    """
+
+    hidden: Float[Array, "*rows heads key value"]
+    """The state of the recurrence. float32, or float64 for layers in float64."""
+    conv: Float[Array, "*rows history channels"] | None
+    """The last inputs of the short convolution; `None` for layers without one."""
+    position: Int[Array, "*rows"]
+    """How many tokens it has seen."""
+
+    @staticmethod
+    def zeros(
+        hidden: tuple[int, int, int], conv: tuple[int, int] | None, dtype: jnp.dtype
+    ) -> "RecurrentState":
+        """The state before the first token. `hidden` and `conv` are shapes."""
+        return RecurrentState(
+            jnp.zeros(hidden, wide_dtype(dtype)),
+            None if conv is None else jnp.zeros(conv, dtype),
+            jnp.zeros((), jnp.int32),
+        )
+
+
+def repeat_state(state, rows: int):
+    """The same state for each of `rows` packed sequences."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (rows, *x.shape)), state)

@@ -1,0 +1,109 @@
+"""States are saved, exported, donated and shuffled about like any other arrays."""
+
+import io
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from linrec import nn
+
+from .nn_cases import layers, VOCAB
+
+
+def make_model():
+    return layers(dtype=jnp.float32)["hybrid_model"](jax.random.key(0))
+
+
+@eqx.filter_jit
+def continue_text(model, token, state):
+    return nn.generate(model, token[None], 6, jax.random.key(0), 0.0, state=state)
+
+
+def mid_generation(model):
+    tokens, state = nn.generate(model, jnp.array([1, 2, 3]), 6, jax.random.key(0), 0.0)
+    return tokens[-1], state
+
+
+def test_serialise_leaves():
+    model = make_model()
+    token, state = mid_generation(model)
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, state)
+    file.seek(0)
+    restored = eqx.tree_deserialise_leaves(file, model.state)
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(before, after)
+    expected, _ = continue_text(model, token, state)
+    actual, _ = continue_text(model, token, restored)
+    np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_orbax(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    model = make_model()
+    _, state = mid_generation(model)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        restored = checkpointer.restore(tmp_path / "state", like)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    for before, after in zip(jax.tree.leaves(state), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+def test_export():
+    layer = nn.GatedLinearAttention(12, 2, conv_size=3, dtype=jnp.float32, key=jax.random.key(0))
+    leaves, structure = jax.tree.flatten(layer.state)
+    x = jnp.ones((12,), jnp.float32)
+
+    def step(x, leaves):
+        y, state = layer.step(x, jax.tree.unflatten(structure, leaves))
+        return y, jax.tree.leaves(state)
+
+    exported = jax.export.export(jax.jit(step))(x, leaves)
+    expected, _ = layer.step(x, layer.state)
+    actual, _ = exported.call(x, leaves)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_donate():
+    """Nothing of the state is copied: every donated buffer is used (if not, JAX warns)."""
+    layer = nn.GatedLinearAttention(12, 2, conv_size=3, dtype=jnp.float32, key=jax.random.key(0))
+    stack = lambda s: jnp.stack([s] * 3)
+    states = jax.tree.map(stack, layer.state)
+    step = jax.jit(jax.vmap(lambda x, state: layer.step(x, state)), donate_argnums=1)
+    _, after = step(jnp.ones((3, 12), jnp.float32), states)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(states))
+    np.testing.assert_array_equal(after.position, [1, 1, 1])
+
+
+def test_a_table_of_states():
+    """Insert, evict and reorder the states of texts that are at different places."""
+    model = make_model()
+    run = eqx.filter_jit(lambda tokens: model(tokens)[1])
+    long, short = run(jnp.arange(7)), run(jnp.arange(4))
+    table = jax.tree.map(lambda s: jnp.zeros((4, *s.shape), s.dtype), model.state)
+    table = jax.tree.map(lambda t, s: t.at[2].set(s), table, long)
+    table = jax.tree.map(lambda t, s: t.at[0].set(s), table, short)
+    table = jax.tree.map(lambda t: t[jnp.array([2, 1, 0, 3])], table)
+    step = eqx.filter_jit(eqx.filter_vmap(model.step))
+    logits, table = step(jnp.array([5, 0, 5, 0]), table)
+    for row, state in ((0, long), (2, short)):
+        expected, _ = eqx.filter_jit(model.step)(jnp.array(5), state)
+        np.testing.assert_allclose(logits[row], expected, rtol=1e-5, atol=1e-6)
+    assert logits.shape == (4, VOCAB)
+
+
+def test_packed_prefill_feeds_a_batch():
+    """The state of packed sequences is a batch of states."""
+    model = make_model()
+    tokens = jnp.arange(9)
+    _, states = eqx.filter_jit(model)(tokens, cu_seqlens=jnp.array([0, 4, 9]))
+    logits, _ = eqx.filter_jit(eqx.filter_vmap(model.step))(jnp.array([1, 2]), states)
+    expected, _ = eqx.filter_jit(model)(jnp.append(tokens[4:], 2))
+    np.testing.assert_allclose(logits[1], expected[-1], rtol=1e-5, atol=1e-6)
