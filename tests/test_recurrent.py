@@ -68,8 +68,9 @@ def test_error_does_not_grow_with_length(gates):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_no_tokens(method):
-    state = jnp.ones((2, 4, 6, 5))
-    q, k, v = jnp.zeros((2, 0, 4, 6)), jnp.zeros((2, 0, 4, 6)), jnp.zeros((2, 0, 4, 5))
+    state = jnp.ones((2, 4, 6, 5), jnp.float32)
+    q = k = jnp.zeros((2, 0, 4, 6), jnp.float32)
+    v = jnp.zeros((2, 0, 4, 5), jnp.float32)
     o, final = linrec.recurrent(q, k, v, gk=k, initial_state=state, method=METHODS[method])
     assert o.shape == (2, 0, 4, 5)
     assert jnp.array_equal(final, state)
@@ -77,8 +78,8 @@ def test_no_tokens(method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_all_sequences_empty(method):
-    state = jnp.ones((2, 1, 4, 4))
-    q = jnp.ones((7, 1, 4))
+    state = jnp.ones((2, 1, 4, 4), jnp.float32)
+    q = jnp.ones((7, 1, 4), jnp.float32)
     cu_seqlens = jnp.array([0, 0, 0])
     o, final = linrec.recurrent(
         q, q, q, initial_state=state, cu_seqlens=cu_seqlens, method=METHODS[method]
