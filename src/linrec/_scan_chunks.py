@@ -70,7 +70,7 @@ def scan_chunks(
             f"{chunk_size}."
         )
     ((T,),) = lengths
-    if T <= chunk_size:
+    if chunk_size >= T:
         return function(xs, state)
 
     # In a loop, common subexpressions cannot undo the checkpoint: no need to guard against it.
