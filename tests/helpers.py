@@ -117,11 +117,20 @@ def _gate(strength: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np
 
 def evaluate(arguments: dict, options: dict, method) -> dict:
     """Output, final state and the gradient of every argument, from random cotangents of both."""
+    return _program(method, options["reverse"])(arguments, options["cu_seqlens"])
 
-    def run(arguments):
-        return linrec.recurrent(**arguments, **options, method=method)
 
-    def everything(arguments):
+@functools.cache
+def _program(method, reverse: bool):
+    """Kept, so that problems of the same shapes are compiled once."""
+
+    @jax.jit
+    def everything(arguments, cu_seqlens):
+        def run(arguments):
+            return linrec.recurrent(
+                **arguments, cu_seqlens=cu_seqlens, reverse=reverse, method=method
+            )
+
         out, pull_back = jax.vjp(run, arguments)
         rng = np.random.default_rng(1)
         cotangents = tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in out)
@@ -130,7 +139,7 @@ def evaluate(arguments: dict, options: dict, method) -> dict:
             f"gradient of {name}": x for name, x in gradients.items()
         }
 
-    return jax.jit(everything)(arguments)
+    return everything
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from ._method.base import AbstractMethod as AbstractMethod
 from ._method.chunked import Chunked as Chunked
 from ._method.scan import Scan as Scan, step as step
 from ._method.segmented import Segmented as Segmented
+from ._method.triton import Triton as Triton
 from ._recurrent import (
     lightning_attn as lightning_attn,
     lightning_decay as lightning_decay,
@@ -15,6 +16,7 @@ from ._recurrent import (
     recurrent_gla as recurrent_gla,
 )
 from ._scan_chunks import scan_chunks as scan_chunks
+from ._triton.config import KernelConfig as KernelConfig
 
 
 __version__ = _version("linrec")

@@ -210,6 +210,7 @@ def _check_method(method: Any, chunk_size: Any) -> AbstractMethod:
         hint = f" Did you mean `linrec.{method.__name__}()`?" if isinstance(method, type) else ""
         raise ValueError(
             "`linrec.recurrent(..., method=...)` expects one of `linrec.Auto()`, `linrec.Scan()`, "
-            f"`linrec.Chunked()`, `linrec.Segmented(...)`, but got {method!r}.{hint}"
+            "`linrec.Chunked()`, `linrec.Triton()`, `linrec.Segmented(...)`, but got "
+            f"{method!r}.{hint}"
         )
     return method if chunk_size is None else Segmented(chunk_size, method)

@@ -1,24 +1,47 @@
+import functools
+import importlib.util
+
+import jax
 from jaxtyping import Array
 
 from .._inputs import Inputs
 from .base import AbstractMethod
 from .chunked import Chunked
+from .triton import Triton
 
 
 class Auto(AbstractMethod):
     """The default. Chooses by a fixed rule, which can be asked: `Auto().select(inputs)`.
 
-    - [`linrec.Chunked`][] everywhere.
+    - [`linrec.Triton`][] in programs for CUDA or ROCm GPUs, where its kernels can be imported and
+        support the inputs;
+    - [`linrec.Chunked`][] everywhere else.
+
+    What a program is for is known when it is lowered. One traced function can be run on a CPU and
+    exported for a GPU.
 
     It chooses, it does not try: an error of the chosen method is the caller's to see.
     """
 
-    def select(self, inputs: Inputs) -> AbstractMethod:
-        del inputs
+    def select(self, inputs: Inputs, platform: str | None = None) -> AbstractMethod:
+        """The method for `inputs` on `platform`, by default that of `jax.default_backend()`."""
+        platform = platform or jax.default_backend()
+        has_kernels = platform in ("gpu", "cuda", "rocm") and _kernels_can_be_imported()
+        if has_kernels and Triton().unsupported(inputs) is None:
+            return Triton()
         return Chunked()
 
-    def unsupported(self, inputs: Inputs) -> str | None:
-        return self.select(inputs).unsupported(inputs)
-
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
-        return self.select(inputs)(inputs)
+        on_gpu, elsewhere = self.select(inputs, "gpu"), self.select(inputs, "cpu")
+        if on_gpu == elsewhere:
+            return elsewhere(inputs)
+        return jax.lax.platform_dependent(inputs, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
+
+
+@functools.cache
+def _kernels_can_be_imported() -> bool:
+    if importlib.util.find_spec("jax_triton") is None:
+        return False
+    from .._triton.call import is_available
+
+    return is_available()

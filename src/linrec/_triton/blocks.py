@@ -1,0 +1,190 @@
+"""What the kernels share: where a chunk lies, its gates, and pairs of tokens under extreme gates.
+
+A chunk is `BT` positions in order of time, those from its length on empty. Position `i` is the
+token `first + SIGN * i`: reversed sequences differ in `SIGN` only.
+"""
+
+from typing import no_type_check
+
+import triton
+import triton.language as tl
+
+
+# While the log-decays of a chunk sum up to less than this in every channel, factors e^A and e^-A
+# are exact to rounding and far from overflow.
+ORDINARY = tl.constexpr(40.0)
+
+
+@no_type_check
+@triton.jit
+def find_sequence(cu, i_slot, N, STEPS: tl.constexpr, BT: tl.constexpr):
+    """The sequence that owns a slot. Slots of sequence `n` begin at `cu[n] // BT + n`.
+
+    That leaves every sequence as many slots as it has chunks, without a sum over sequences.
+    The tokens after the last sequence count as sequence `N`.
+    """
+    b_low = i_slot * 0
+    b_high = b_low + N
+    for _ in range(STEPS):
+        b_middle = (b_low + b_high + 1) // 2
+        m_before = tl.load(cu + b_middle) // BT + b_middle <= i_slot
+        b_low = tl.where(m_before, b_middle, b_low)
+        b_high = tl.where(m_before, b_high, b_middle - 1)
+    return b_low
+
+
+@no_type_check
+@triton.jit
+def load_scalar_gates(
+    p_g, b_gamma, o_i, length, H: tl.constexpr, SIGN: tl.constexpr,
+    USE_G: tl.constexpr, USE_GAMMA: tl.constexpr,
+):  # fmt: skip
+    """`g + g_gamma` at positions `o_i`; 0 from `length` on."""
+    m_i = o_i < length
+    b_g = tl.where(m_i, b_gamma, 0.0) if USE_GAMMA else tl.zeros(o_i.shape, tl.float32)
+    if USE_G:
+        b_g += tl.load(p_g + SIGN * o_i * H, mask=m_i, other=0.0).to(tl.float32)
+    return b_g
+
+
+@no_type_check
+@triton.jit
+def load_channel_gates(
+    p_gates, p_g, b_gamma, o_i, length, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
+    FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr,
+):  # fmt: skip
+    """Gates per channel, with the scalar gates added where these are to be folded in."""
+    m = (o_i < length)[:, None] & (o_c < C)[None, :]
+    p = p_gates + SIGN * o_i[:, None] * (H * C) + o_c[None, :]
+    b_gates = tl.load(p, mask=m, other=0.0).to(tl.float32)
+    if FOLD_G or FOLD_GAMMA:
+        b_gates += load_scalar_gates(p_g, b_gamma, o_i, length, H, SIGN, FOLD_G, FOLD_GAMMA)[
+            :, None
+        ]
+    return b_gates
+
+
+@no_type_check
+@triton.jit
+def load_decay(
+    p_gates, p_g, b_gamma, j, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
+    FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr,
+):  # fmt: skip
+    """The decay of the channels at one token."""
+    b_gates = tl.load(p_gates + SIGN * j * (H * C) + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+    if FOLD_GAMMA:
+        b_gates += b_gamma
+    if FOLD_G:
+        b_gates += tl.load(p_g + SIGN * j * H).to(tl.float32)
+    return tl.exp(b_gates)
+
+
+@no_type_check
+@triton.jit
+def is_ordinary(b_gates):
+    """Not so for NaN and infinities either."""
+    return tl.max(tl.sum(tl.abs(b_gates), 0), 0) < ORDINARY
+
+
+@no_type_check
+@triton.jit
+def sums_to_end(
+    b_gates, b_sums, ordinary, p_gates, p_g, b_gamma, length, o_c, H: tl.constexpr,
+    C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr,
+    BT: tl.constexpr,
+):  # fmt: skip
+    """The sum of the gates after each token up to the end of the chunk, from their `cumsum`."""
+    if ordinary:
+        b_rest = tl.sum(b_gates, 0)[None, :] - b_sums
+    else:
+        # A difference would lose digits after a strong gate, and everything after -inf.
+        b_next = load_channel_gates(
+            p_gates, p_g, b_gamma, tl.arange(0, BT) + 1, tl.minimum(length, BT), o_c, H, C, SIGN,
+            FOLD_G, FOLD_GAMMA,
+        )  # fmt: skip
+        b_rest = tl.cumsum(b_next, 0, reverse=True)
+    return b_rest
+
+
+@no_type_check
+@triton.jit
+def reach(b_gates, b_sums, BT: tl.constexpr):
+    """Cumulative sums as seen from the middle of the chunk."""
+    m_before = (tl.arange(0, BT) < BT // 2)[:, None]
+    return b_sums - tl.sum(tl.where(m_before, b_gates, 0.0), 0)[None, :]
+
+
+# Pairs of tokens under any gates. Tokens `j` are taken one by one from the last. `b_decay` holds
+# the decay between `j` and every later token, zero for those that are not later. It is a product of
+# the decays of single tokens, as in the recurrence itself.
+
+
+@no_type_check
+@triton.jit
+def add_scores(
+    b_pairs, b_x, p_y, Y_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_c,
+    H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
+    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Adds `sum_c x_ic y_jc e^(sum of the gates of c after j up to i)` at `[i, j]`."""
+    o_i = tl.arange(0, BT)
+    b_decay = tl.zeros([BT, BC], tl.float32)
+    for i in range(0, tl.minimum(length, BT)):
+        j = tl.minimum(length, BT) - 1 - i
+        b_y = tl.load(p_y + SIGN * j * Y_STRIDE + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+        b_pairs_j = tl.sum(b_x * b_decay * b_y[None, :], 1)
+        b_pairs += tl.where((o_i == j)[None, :], b_pairs_j[:, None], 0.0)
+        b_step = load_decay(p_gates, p_g, b_gamma, j, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA)
+        b_decay = tl.where((o_i == j)[:, None], 1.0, b_decay) * b_step[None, :]
+    return b_pairs
+
+
+@no_type_check
+@triton.jit
+def add_effects(
+    b_row, b_col, b_pairs, b_r, b_scale, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma,
+    length, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
+    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, COL: tl.constexpr,
+):  # fmt: skip
+    """Adds the effects of the pairs to `row_i`, and `scale`-fold to `col_j`."""
+    o_i = tl.arange(0, BT)
+    b_decay = tl.zeros([BT, BC], tl.float32)
+    for i in range(0, tl.minimum(length, BT)):
+        j = tl.minimum(length, BT) - 1 - i
+        m_j = (o_i == j)[:, None]
+        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+        b_pairs_j = tl.sum(tl.where((o_i == j)[None, :], b_pairs, 0.0), 1)
+        b_effect = b_pairs_j[:, None] * b_decay
+        b_row += b_effect * b_w[None, :]
+        if COL:
+            b_col_j = tl.sum(b_effect * b_r.to(tl.float32), 0) * b_scale
+            b_col += tl.where(m_j, b_col_j[None, :], 0.0)
+        b_step = load_decay(p_gates, p_g, b_gamma, j, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA)
+        b_decay = tl.where(m_j, 1.0, b_decay) * b_step[None, :]
+    return b_row, b_col
+
+
+@no_type_check
+@triton.jit
+def add_shares(
+    b_share, b_pairs, b_r, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_c,
+    H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
+    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Adds to each gate's gradient its share, a sum over the pairs that it stands between.
+
+    It is summed as such: the difference of cumulative sums that equals it has no correct digit
+    where gates are strong.
+    """
+    o_i = tl.arange(0, BT)
+    b_decay = tl.zeros([BT, BC], tl.float32)
+    for i in range(0, tl.minimum(length, BT)):
+        j = tl.minimum(length, BT) - 1 - i
+        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_c, mask=o_c < C, other=0.0).to(tl.float32)
+        b_pairs_j = tl.sum(tl.where((o_i == j)[None, :], b_pairs, 0.0), 1)
+        b_effect = b_pairs_j[:, None] * b_decay * b_r.to(tl.float32) * b_w[None, :]
+        b_crossing = tl.cumsum(b_effect, 0, reverse=True)
+        b_share += tl.where((o_i > j)[:, None], b_crossing, 0.0)
+        b_step = load_decay(p_gates, p_g, b_gamma, j, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA)
+        b_decay = tl.where((o_i == j)[:, None], 1.0, b_decay) * b_step[None, :]
+    return b_share

@@ -1,0 +1,117 @@
+"""Kernels compiled for a GPU that is not there, and what the compilers say about them."""
+
+import re
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .._triton.call import Call
+
+
+class Target(NamedTuple):
+    """A GPU: what the compiler takes it for, and what one of its processors has."""
+
+    name: str
+    backend: str
+    arch: int | str
+    warp: int
+    shared_bytes: int
+    shared_bytes_per_block: int
+    warps: int
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", "cuda", 80, 32, 164 * 1024, 163 * 1024, 64),
+        Target("sm_90", "cuda", 90, 32, 228 * 1024, 227 * 1024, 64),
+        Target("sm_100", "cuda", 100, 32, 228 * 1024, 227 * 1024, 64),
+        Target("gfx942", "hip", "gfx942", 64, 64 * 1024, 64 * 1024, 32),
+    )
+}
+_REGISTERS = 65536
+_SHARED_OVERHEAD = 1024  # per block, taken by the system
+_POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32": "*i32"}
+
+
+class Resources(NamedTuple):
+    """Of a compiled kernel. `None`: not known for this target."""
+
+    registers: int | None
+    spilled_bytes: int | None
+    shared_bytes: int
+    blocks_per_sm: int | None
+    tensor_core_instructions: int | None
+    seconds: float
+    """That compiling took."""
+
+
+def compile_call(call: Call, target: Target) -> Resources:
+    """As jax_triton does it: arrays aligned to 16 bytes, integers that are 1 built in."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    constants = dict(call.constants)
+    signature = {}
+    for name, argument in zip(call.kernel.arg_names, call.arguments, strict=False):
+        if isinstance(argument, int):
+            signature[name] = "i32"
+            if argument == 1:
+                constants[name] = 1
+        else:
+            signature[name] = _POINTERS[argument.dtype.name]
+    attributes = {
+        (i,): [["tt.divisibility", 16]]
+        for i, type_ in enumerate(signature.values())
+        if type_.startswith("*")
+    }
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(call.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    begin = time.perf_counter()
+    kernel = triton.compile(
+        source,
+        target=GPUTarget(target.backend, target.arch, target.warp),
+        options={
+            "num_warps": call.warps,
+            "num_stages": call.stages,
+            "enable_fp_fusion": True,
+        },
+    )
+    seconds = time.perf_counter() - begin
+    shared = kernel.metadata.shared
+    if target.backend == "hip":
+        text = kernel.asm["amdgcn"]
+        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])
+        spilled = 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1])
+        matrix = len(re.findall(r"\bv_mfma", text))
+        return Resources(registers, spilled, shared, None, matrix, seconds)
+    registers, spilled = _usage(kernel.asm["cubin"])
+    rounded = -(-registers // 8) * 8 * 32 * call.warps
+    blocks = min(
+        _REGISTERS // rounded,
+        target.shared_bytes // (shared + _SHARED_OVERHEAD),
+        target.warps // call.warps,
+    )
+    sass = _tool("nvdisasm", kernel.asm["cubin"])
+    matrix = len(re.findall(r"\b(?:HMMA|HGMMA|UTC\w*MMA)", sass))
+    return Resources(registers, spilled, shared, blocks, matrix, seconds)
+
+
+def _usage(cubin: bytes) -> tuple[int, int]:
+    text = _tool("cuobjdump", cubin, "-res-usage")
+    registers, stack = (int(re.search(rf"{x}:(\d+)", text)[1]) for x in ("REG", "STACK"))
+    return registers, stack
+
+
+def _tool(name: str, cubin: bytes, *options: str) -> str:
+    import triton
+
+    path: Any = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(path), *options, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

@@ -1,0 +1,131 @@
+"""The kernels' numbers, in Triton's interpreter, against the float64 scan."""
+
+import pytest
+
+
+pytest.importorskip("triton")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import linrec
+
+from .helpers import Case, check, GATES, PACKING, relative_error
+
+
+METHOD = linrec.Triton(interpret=True)
+# The interpreter takes its time by the token where gates are extreme: smaller chunks, same code.
+SMALL = linrec.Triton(linrec.KernelConfig(chunk=16), interpret=True)
+ONE = Case("all", B=1, T=70, H=2, Hkv=1)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("gates", GATES)
+def test_gates(gates):
+    check(ONE._replace(gates=gates), METHOD)
+
+
+@pytest.mark.parametrize("T", [1, 15, 63, 100, 257])
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_lengths(gates, T):
+    check(Case(gates, B=1, T=T, H=1, Hkv=1), METHOD)
+
+
+@pytest.mark.parametrize(
+    ("K", "V"), [(16, 30), (30, 16), (64, 100), (100, 64), (128, 256), (256, 128)]
+)
+@pytest.mark.parametrize("gates", ["g", "gk", "gv"])
+def test_sizes(gates, K, V):
+    check(Case(gates, B=1, T=65, H=1, Hkv=1, K=K, V=V), METHOD)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("strength", ["strong", "-20", "-200", "-inf", "-1e4", "zero", "growth"])
+@pytest.mark.parametrize("gates", ["g", "gk", "gv", "all"])
+def test_strengths(gates, strength):
+    check(Case(gates, B=1, T=40, H=1, Hkv=1, strength=strength), SMALL)
+
+
+def test_extreme_gates_in_a_whole_chunk():
+    check(Case("gk", B=1, T=70, H=1, Hkv=1, strength="-inf"), METHOD)
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("chunk", [16, 64])
+def test_packed(reverse, chunk):
+    method = linrec.Triton(linrec.KernelConfig(chunk=chunk), interpret=True)
+    check(Case("all", T=100, H=2, Hkv=1, packing=PACKING, reverse=reverse), method)
+
+
+def test_packed_into_nothing():
+    check(Case("g_gamma", T=5, H=1, Hkv=1, packing=(0, 0, 0)), METHOD)
+
+
+@pytest.mark.parametrize("gates", ["none", "g", "gk"])
+def test_reverse(gates):
+    check(Case(gates, B=1, T=70, H=1, Hkv=1, reverse=True), METHOD)
+
+
+@pytest.mark.parametrize("Hkv", [1, 2, 4])
+def test_grouped_heads(Hkv):
+    check(Case("gk-and-g_gamma", B=2, T=20, H=4, Hkv=Hkv), METHOD)
+
+
+# Where output or gradients are sums of few numbers, their rounding is measured against chance.
+@pytest.mark.parametrize("gates", ["none", "g", "gk", "gv"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision(dtype, gates):
+    case = Case(gates, B=1, T=130, H=2, Hkv=2, K=64, V=32, dtype=dtype)
+    actual = linrec.recurrent(**case.arguments(), method=METHOD)
+    wide = {name: x.astype(jnp.float64) for name, x in case.arguments().items()}
+    for a, e in zip(actual, linrec.recurrent(**wide, method=linrec.Scan()), strict=True):
+        assert relative_error(a, e) < 5e-3
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("T", [1, 5])
+def test_decoding(gates, T):
+    """Without a gradient a few tokens take a kernel of their own."""
+    case = Case(gates, B=2, T=T, reverse=T == 5)
+    arguments = case.arguments()
+    wide = {name: x.astype(jnp.float64) for name, x in arguments.items()}
+    run = lambda x, method: linrec.recurrent(**x, **case.options(), method=method)
+    state = np.array(arguments["initial_state"])
+    for a, e in zip(run(arguments, METHOD), run(wide, linrec.Scan()), strict=True):
+        assert relative_error(a, e) < 1e-6
+    # It works in place, on a copy where the caller keeps the state.
+    np.testing.assert_array_equal(state, arguments["initial_state"])
+
+
+@pytest.mark.parametrize("chunk", [32, 128])
+def test_other_blocks(chunk):
+    config = linrec.KernelConfig(chunk=chunk)
+    check(ONE._replace(gates="gk", T=140, H=1), linrec.Triton(config, interpret=True))
+
+
+def test_blocks_are_checked():
+    with pytest.raises(ValueError, match="powers of two"):
+        linrec.KernelConfig(chunk=48)
+    with pytest.raises(ValueError, match="input_precision"):
+        linrec.Triton(input_precision="float32")
+
+
+def test_float64_is_refused():
+    x = jnp.ones((4, 1, 2), jnp.float64)
+    with pytest.raises(NotImplementedError, match="float64"):
+        linrec.recurrent(x, x, x, method=METHOD)
+    assert isinstance(linrec.Auto().select(_inputs(x)), linrec.Chunked)
+
+
+def _inputs(x):
+    from linrec._inputs import canonicalise
+
+    return canonicalise("test", x, x, x, *(None,) * 6, False, None)[0]
+
+
+def test_gradients_through_eager_calls():
+    q = jax.random.normal(jax.random.key(0), (20, 1, 4), jnp.float32)
+    loss = lambda q, m: jnp.sum(linrec.recurrent(q, q, q, method=m)[0] ** 2)
+    assert relative_error(*(jax.grad(loss)(q, m) for m in (METHOD, linrec.Scan()))) < 1e-5
