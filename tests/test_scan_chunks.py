@@ -74,7 +74,7 @@ def test_truncated():
     assert not np.allclose(gradient.embedding.weight, whole_gradient()[1].embedding.weight)
 
 
-@pytest.mark.parametrize("chunk_size", [5, 100])
+@pytest.mark.parametrize("chunk_size", [5, T - 1, 100])
 def test_outputs_are_joined(chunk_size):
     layer = linrec.nn.Retention(4, 1, dtype=jnp.float32, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (T, 4), jnp.float32)

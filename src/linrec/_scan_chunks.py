@@ -70,6 +70,8 @@ def scan_chunks(
             f"{chunk_size}."
         )
     ((T,),) = lengths
+    if chunk_size >= T:
+        return function(xs, state)
 
     # In a loop, common subexpressions cannot undo the checkpoint: no need to guard against it.
     @partial(jax.checkpoint, prevent_cse=False)
@@ -82,22 +84,21 @@ def scan_chunks(
         return _scan(run_chunk, chunk_size, state, chunk)
 
     # Groups of chunks, then the chunks that are left, then the tokens that are left.
-    group_size = math.isqrt(T // chunk_size) * chunk_size
     plan = [(run_chunk, chunk_size), (run_chunk, T % chunk_size)]
     if two_level:
-        plan.insert(0, (run_group, group_size))
-    pieces = []
+        plan.insert(0, (run_group, math.isqrt(T // chunk_size) * chunk_size))
+    pieces, begin = [], 0
     for run, size in plan:
-        if size > 0:
-            end = jax.tree.leaves(xs)[0].shape[0] // size * size
-            state, ys = _scan(run, size, state, _cut(xs, 0, end))
-            xs = _cut(xs, end, None)
+        end = T - (T - begin) % size if size > 0 else begin
+        if end > begin:
+            state, ys = _scan(run, size, state, _cut(xs, begin, end))
             pieces.append(ys)
+            begin = end
     return jax.tree.map(_join, *pieces), state
 
 
-def _cut(xs, start, end):
-    return jax.tree.map(lambda x: x[start:end], xs)
+def _cut(xs, begin, end):
+    return jax.tree.map(lambda x: x[begin:end], xs)
 
 
 def _scan(run, size, state, xs):
