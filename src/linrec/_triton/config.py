@@ -66,9 +66,8 @@ def default_config(key_gates: bool, value_gates: bool, wide: bool) -> KernelConf
     """
     if key_gates and value_gates:
         small = Pairs(inner=16, outer=32, warps=4)
-        return KernelConfig(
-            walk=Walk(64, 32), output=Pairs(inner=32, outer=32, warps=4), d_key=small, d_value=small
-        )
+        output = Pairs(inner=32, outer=32, warps=4)
+        return KernelConfig(walk=Walk(warps=8), output=output, d_key=small, d_value=small)
     if key_gates or value_gates:
         # Blocks that have gates in the channels that they write hold twice as much.
         gated = Pairs(inner=32, outer=32, warps=4, stages=1)
