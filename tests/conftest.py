@@ -1,7 +1,9 @@
 import os
 
 
-# Most of the time of the tests is compilation: leave out what makes programs fast.
+# The plugin of the GPU path would look for a GPU. Most of the time of the tests is compilation:
+# leave out what makes programs fast.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 import jax

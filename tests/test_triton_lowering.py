@@ -36,7 +36,7 @@ def loss(method, arguments):
 
 
 def text_for_cuda(function, *arguments):
-    pytest.importorskip("jax_triton")
+    pytest.importorskip("jax_triton", exc_type=ImportError)
     lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     return lowered.as_text()
 
@@ -47,7 +47,7 @@ def launches(text):
 
 @pytest.mark.parametrize("gates", [(), ("g",), ("g_gamma",), ("gk",), ("gv",), ("g", "gk", "gv")])
 def test_two_launches_forward_and_three_backward(gates):
-    pytest.importorskip("jax_triton")
+    pytest.importorskip("jax_triton", exc_type=ImportError)
     traced = lambda f: str(jax.make_jaxpr(f)(given(*gates)))
     assert traced(partial(loss, METHOD)).count("triton_kernel_call[") == 2
     assert traced(jax.grad(partial(loss, METHOD))).count("triton_kernel_call[") == 5
@@ -115,8 +115,17 @@ def test_decoding_is_one_launch_in_place():
     assert "output_operand_alias" in text
 
 
+def test_step_is_one_launch():
+    one = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    state = jax.ShapeDtypeStruct((H, K, K), jnp.float32)
+    token = (one(H, K), one(H // 2, K), one(H // 2, K))
+    assert launches(text_for_cuda(linrec.step, state, *token)) == 1
+    text = jax.jit(linrec.step).lower(state, *token).as_text()
+    assert launches(text) == 0
+
+
 def test_export_for_cuda():
-    pytest.importorskip("jax_triton")
+    pytest.importorskip("jax_triton", exc_type=ImportError)
     safe = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")
     f = jax.jit(jax.value_and_grad(partial(loss, linrec.Auto())))
     exported = jax.export.export(f, platforms=["cuda"], disabled_checks=[safe])(given("g"))
@@ -126,7 +135,7 @@ def test_export_for_cuda():
 
 @pytest.mark.core
 def test_on_a_cpu_it_says_what_to_do():
-    pytest.importorskip("jax_triton")
+    pytest.importorskip("jax_triton", exc_type=ImportError)
     x = jnp.ones((4, 1, 2), jnp.float32)
     with pytest.raises(NotImplementedError, match=r"linrec\.Auto"):
         jax.jit(lambda x: linrec.recurrent(x, x, x, method=METHOD)).lower(x)

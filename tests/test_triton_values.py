@@ -29,22 +29,29 @@ def test_gates(gates):
 @pytest.mark.parametrize("T", [1, 15, 63, 100, 257])
 @pytest.mark.parametrize("gates", ["g", "gk"])
 def test_lengths(gates, T):
-    check(Case(gates, B=1, T=T, H=1, Hkv=1), METHOD)
+    check(Case(gates, B=1, T=T, H=1, Hkv=1, seed=1), METHOD)
 
 
 @pytest.mark.parametrize(
-    ("K", "V"), [(16, 30), (30, 16), (64, 100), (100, 64), (128, 256), (256, 128)]
-)
-@pytest.mark.parametrize("gates", ["g", "gk", "gv"])
+    ("gates", "K", "V"),
+    [
+        ("gk", 16, 30), ("gk", 30, 16), ("gk", 64, 100), ("gk", 100, 64), ("gk", 128, 256),
+        ("g", 100, 30), ("g", 256, 128), ("gv", 30, 100), ("gv", 128, 64),
+    ],
+)  # fmt: skip
 def test_sizes(gates, K, V):
     check(Case(gates, B=1, T=65, H=1, Hkv=1, K=K, V=V), METHOD)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("strength", ["strong", "-20", "-200", "-inf", "-1e4", "zero", "growth"])
-@pytest.mark.parametrize("gates", ["g", "gk", "gv", "all"])
+@pytest.mark.parametrize("strength", ["strong", "-20", "-200", "-inf", "-1e4", "growth"])
+@pytest.mark.parametrize("gates", ["g", "gk", "gv"])
 def test_strengths(gates, strength):
     check(Case(gates, B=1, T=40, H=1, Hkv=1, strength=strength), SMALL)
+
+
+def test_all_gates_extreme():
+    check(Case("all", B=1, T=20, H=1, Hkv=1, strength="-inf"), SMALL)
 
 
 def test_extreme_gates_in_a_whole_chunk():
@@ -56,7 +63,7 @@ def test_extreme_gates_in_a_whole_chunk():
 @pytest.mark.parametrize("chunk", [16, 64])
 def test_packed(reverse, chunk):
     method = linrec.Triton(linrec.KernelConfig(chunk=chunk), interpret=True)
-    check(Case("all", T=100, H=2, Hkv=1, packing=PACKING, reverse=reverse), method)
+    check(Case("all", T=100, H=1, Hkv=1, packing=PACKING, reverse=reverse), method)
 
 
 def test_packed_into_nothing():
@@ -68,9 +75,9 @@ def test_reverse(gates):
     check(Case(gates, B=1, T=70, H=1, Hkv=1, reverse=True), METHOD)
 
 
-@pytest.mark.parametrize("Hkv", [1, 2, 4])
+@pytest.mark.parametrize("Hkv", [1, 4])
 def test_grouped_heads(Hkv):
-    check(Case("gk-and-g_gamma", B=2, T=20, H=4, Hkv=Hkv), METHOD)
+    check(Case("gk-and-g_gamma", B=2, T=20, H=4, Hkv=Hkv), SMALL)
 
 
 # Where output or gradients are sums of few numbers, their rounding is measured against chance.
@@ -99,13 +106,32 @@ def test_decoding(gates, T):
     np.testing.assert_array_equal(state, arguments["initial_state"])
 
 
+def test_step_and_its_derivatives(monkeypatch):
+    """As on a GPU. Its derivatives, forward mode included, are those of its definition."""
+    from linrec._method import scan
+
+    given = Case("all", B=2, T=1).arguments()
+    rest = ("g_gamma", "initial_state", "softmax_scale")
+    token = {name: x if name in rest else x[:, 0] for name, x in given.items()}
+    state = token.pop("initial_state")
+    run = jax.vmap(lambda q: linrec.step(state, **token | {"query": q}))
+    q = jnp.stack([token["query"], -token["query"]])
+    expected = jax.jvp(run, (q,), (q,))
+    monkeypatch.setattr(scan.Auto, "select", lambda *_: METHOD)
+    monkeypatch.setattr(scan, "by_platform", lambda on_gpu, _, inputs: on_gpu(inputs))
+    for a, e in zip(
+        jax.tree.leaves(jax.jvp(run, (q,), (q,))), jax.tree.leaves(expected), strict=True
+    ):
+        assert relative_error(a, e) < 1e-6
+
+
 @pytest.mark.parametrize("chunk", [32, 128])
 def test_other_blocks(chunk):
     config = linrec.KernelConfig(chunk=chunk)
     check(ONE._replace(gates="gk", T=140, H=1), linrec.Triton(config, interpret=True))
 
 
-def test_blocks_are_checked():
+def test_blocks_are_checked(no_type_checks):
     with pytest.raises(ValueError, match="powers of two"):
         linrec.KernelConfig(chunk=48)
     with pytest.raises(ValueError, match="input_precision"):

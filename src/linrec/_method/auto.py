@@ -1,5 +1,7 @@
 import functools
 import importlib.util
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax
 from jaxtyping import Array
@@ -8,6 +10,9 @@ from .._inputs import Inputs
 from .base import AbstractMethod
 from .chunked import Chunked
 from .triton import Triton
+
+
+Run: TypeAlias = Callable[[Inputs], tuple[Array, Array]]
 
 
 class Auto(AbstractMethod):
@@ -35,7 +40,12 @@ class Auto(AbstractMethod):
         on_gpu, elsewhere = self.select(inputs, "gpu"), self.select(inputs, "cpu")
         if on_gpu == elsewhere:
             return elsewhere(inputs)
-        return jax.lax.platform_dependent(inputs, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
+        return by_platform(on_gpu, elsewhere, inputs)
+
+
+def by_platform(on_gpu: Run, elsewhere: Run, inputs: Inputs) -> tuple[Array, Array]:
+    """Which of the two runs is decided when the program is lowered."""
+    return jax.lax.platform_dependent(inputs, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
 
 
 @functools.cache

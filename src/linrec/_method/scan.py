@@ -1,3 +1,4 @@
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,7 +8,9 @@ from jaxtyping import Array, Float
 from .._inputs import canonicalise, Inputs
 from .._types import AnyArray, FinalState, FixedGate, Scale, State
 from .._varlen import sequence_of_token
+from .auto import Auto, by_platform
 from .base import AbstractMethod
+from .triton import Triton
 
 
 class Scan(AbstractMethod):
@@ -103,12 +106,31 @@ def step(
         False,
         None,
     )
+    elsewhere = partial(_one_token, layout.batched)
+    on_gpu = Auto().select(inputs, "gpu")
+    if not isinstance(on_gpu, Triton):
+        return elsewhere(inputs)
+    return by_platform(partial(_decode, on_gpu, layout.batched), elsewhere, inputs)
+
+
+def _one_token(batched: bool, inputs: Inputs) -> tuple[Array, Array]:
     # Without a batch axis where the caller has none: on a CPU, XLA updates the state in place only
     # if no axis comes and goes on the way. Decoding under `vmap` is several times faster for it.
-    at = (slice(None), 0) if layout.batched else (0, 0)
+    at = (slice(None), 0) if batched else (0, 0)
     token = jax.tree.map(lambda x: x[at], _tokens(inputs))
     gamma = None if inputs.g_gamma is None else inputs.g_gamma[at]
     return _step(inputs.initial_state[at], token, gamma, inputs.scale[at[:1]], inputs.precision)
+
+
+def _rows_of_one_token(inputs: Inputs) -> tuple[Array, Array]:
+    o, h = _one_token(True, inputs)
+    return o[:, None], h[:, None]
+
+
+def _decode(method: Triton, batched: bool, inputs: Inputs) -> tuple[Array, Array]:
+    o, h = method.decode(inputs, _rows_of_one_token)
+    at = (slice(None), 0) if batched else (0, 0)
+    return o[at], h[at]
 
 
 def _tokens(inputs: Inputs):

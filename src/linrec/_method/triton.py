@@ -1,8 +1,9 @@
 """The Triton kernels as a method: derivatives, `vmap`, `shard_map`."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -11,15 +12,13 @@ from jaxtyping import Array
 
 from .._inputs import Inputs, vary_alike
 from .._transform import fold_vmap
-from .._triton.config import KernelConfig, Launch
+from .._triton.config import KernelConfig, Launch, MAX_DECODE_KEY
 from .base import AbstractMethod
 from .chunked import Chunked
 
 
 # Up to this many tokens are decoded: one launch instead of two, no states of chunks.
 _FEW_TOKENS = 8
-# Key channels that the decoding kernel can hold.
-_DECODE_KEY = 1024
 # Where there is no GPU that could be asked.
 _COMPUTE_CAPABILITY = 90
 
@@ -75,9 +74,17 @@ class Triton(AbstractMethod):
         if cu_seqlens is not None:  # one of each row's own, so that it can be mapped over
             shape = (inputs.q.shape[0], *cu_seqlens.shape)
             cu_seqlens = jnp.broadcast_to(cu_seqlens, shape)
+        return _run(self._launch(), (rows, cu_seqlens))
+
+    def decode(self, inputs: Inputs, in_xla: Callable[[Inputs], Any]) -> tuple[Array, Array]:
+        """What `in_xla(inputs)` computes, in one launch. Derivatives are those of `in_xla`."""
+        if inputs.q.shape[-1] > MAX_DECODE_KEY or 0 in inputs.initial_state.shape:
+            return in_xla(inputs)
+        return _decode_as(self._launch(), in_xla, inputs)
+
+    def _launch(self) -> Launch:
         capability = self.compute_capability or _compute_capability()
-        launch = Launch(self.config, self.input_precision, capability, self.interpret)
-        return _run(launch, (rows, cu_seqlens))
+        return Launch(self.config, self.input_precision, capability, self.interpret)
 
 
 def _compute_capability() -> int:
@@ -93,7 +100,7 @@ def _compute_capability() -> int:
 def _run(launch, problem):
     rows, cu_seqlens = problem
     _, T, _, K = rows.q.shape
-    if T <= _FEW_TOKENS and K <= _DECODE_KEY and cu_seqlens is None:
+    if T <= _FEW_TOKENS and K <= MAX_DECODE_KEY and cu_seqlens is None:
         return fold_vmap(partial(_decode, launch), _in_xla)(problem, None)
     output, final_state, _ = _forward_call(launch)(problem, None)
     return output, final_state
@@ -110,6 +117,17 @@ def _run_backward(launch, residuals, cotangents):
 
 
 _run.defvjp(_run_forward, _run_backward)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _decode_as(launch, in_xla, inputs):
+    return fold_vmap(partial(_decode, launch))((inputs, None), None)
+
+
+@_decode_as.defjvp
+def _decode_as_jvp(launch, in_xla, primals, tangents):
+    _, tangents_out = jax.jvp(in_xla, primals, tangents)
+    return _decode_as(launch, in_xla, *primals), tangents_out
 
 
 def _forward_call(launch):

@@ -50,7 +50,7 @@ def backward(
     )  # fmt: skip
 
     # What is left is small: nothing here has channels.
-    if d_g is not None:
+    if rows.g is not None:
         d_g = jnp.sum(d_g, 0).astype(rows.g.dtype)
     if d_gamma is not None:
         d_gamma = jnp.sum(d_gamma, 0)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import mlir
 from jaxtyping import Array
 
 
@@ -51,11 +52,11 @@ def call(
     interpret: bool,
     aliases: dict[int, int] | None = None,
     **constants: Any,
-) -> list[Array | None]:
+) -> list[Any]:
     """Launches a kernel whose parameters are `inputs`, `sizes`, `outputs`, then the constants.
 
-    `None` stands for what the kernel does not touch with these constants. `aliases` maps inputs to
-    the outputs that take over their memory.
+    `None` stands for what the kernel does not touch with these constants, in the results too.
+    `aliases` maps inputs to the outputs that take over their memory.
     """
     # Something has to be passed: for an input one that is there, for an output one element.
     present = next(x for x in inputs if x is not None)
@@ -92,6 +93,7 @@ def call(
 def _jax_triton() -> Any:
     try:
         import jax_triton
+        from jax_triton import triton_lib
     except ImportError as error:
         raise ImportError(
             "`linrec.Triton` calls its kernels through jax-triton, which cannot be imported here "
@@ -110,7 +112,7 @@ def _jax_triton() -> Any:
         )
 
     # For all platforms that have no rule of their own.
-    jax.interpreters.mlir.register_lowering(jax_triton.triton_lib.triton_kernel_call_p, refuse)
+    mlir.register_lowering(triton_lib.triton_kernel_call_p, refuse)
     return jax_triton
 
 

@@ -4,6 +4,10 @@ import dataclasses
 from typing import Any, NamedTuple
 
 
+# Key channels that a program of the decoding kernel can hold.
+MAX_DECODE_KEY = 1024
+
+
 class Walk(NamedTuple):
     """The walk over the chunks: the tile of the state that a program carries."""
 
@@ -62,13 +66,16 @@ def default_config(key_gates: bool, value_gates: bool, wide: bool) -> KernelConf
     """
     if key_gates and value_gates:
         small = Pairs(inner=16, outer=32, warps=4)
-        return KernelConfig(walk=Walk(warps=8), output=Pairs(32, 32, 4), d_key=small, d_value=small)
+        return KernelConfig(
+            walk=Walk(64, 32), output=Pairs(inner=32, outer=32, warps=4), d_key=small, d_value=small
+        )
     if key_gates or value_gates:
+        # Blocks that have gates in the channels that they write hold twice as much.
         gated = Pairs(inner=32, outer=32, warps=4, stages=1)
         plain = Pairs(inner=32, outer=64, warps=4, stages=1)
         return KernelConfig(
-            walk=Walk(warps=8),
-            output=plain,
+            walk=Walk(64, 32) if value_gates else Walk(warps=8),
+            output=gated if value_gates else plain,
             d_key=gated,
             d_value=gated if value_gates else plain,
         )

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from .._inputs import Inputs
 from .call import call
-from .config import default_config, fit, Launch
+from .config import default_config, fit, Launch, MAX_DECODE_KEY
 
 
 @no_type_check
@@ -77,44 +77,39 @@ def decode_kernel(
     tl.store(state_out + o_state, b_h, mask=m_state)
 
 
-# Key channels that a program can hold.
-MAX_KEY = 1024
-
-
 def decode(launch: Launch, rows: Inputs) -> tuple[Array, Array]:
     """The output and the final state of sequences of a few tokens, one to a row."""
     B, T, H, K = rows.q.shape
     V = rows.v.shape[-1]
     config = launch.config or default_config(False, False, False)
-    BK = fit(MAX_KEY, K)
+    BK = fit(MAX_DECODE_KEY, K)
     BV = fit(max(16, min(config.decode_value, 8192 // BK)), V)
     struct = jax.ShapeDtypeStruct
-    return tuple(
-        call(
-            "decode",
-            decode_kernel,
-            (
-                rows.q, rows.k, rows.v, rows.gk, rows.gv, rows.g, rows.g_gamma, rows.scale,
-                rows.initial_state,
-            ),
-            (T,),
-            (
-                struct(rows.output_shape, rows.v.dtype),
-                struct(rows.initial_state.shape, jnp.float32),
-            ),
-            grid=(B * H, -(-V // BV)),
-            **launch.target(warps=4, stages=1),
-            aliases={8: 1},
-            H=H,
-            GROUP=H // rows.k.shape[2],
-            K=K,
-            V=V,
-            BK=BK,
-            BV=BV,
-            USE_GK=rows.gk is not None,
-            USE_GV=rows.gv is not None,
-            USE_G=rows.g is not None,
-            USE_GAMMA=rows.g_gamma is not None,
-            REVERSE=rows.reverse,
-        )
+    output, final_state = call(
+        "decode",
+        decode_kernel,
+        (
+            rows.q, rows.k, rows.v, rows.gk, rows.gv, rows.g, rows.g_gamma, rows.scale,
+            rows.initial_state,
+        ),
+        (T,),
+        (
+            struct(rows.output_shape, rows.v.dtype),
+            struct(rows.initial_state.shape, jnp.float32),
+        ),
+        grid=(B * H, -(-V // BV)),
+        **launch.target(warps=4, stages=1),
+        aliases={8: 1},
+        H=H,
+        GROUP=H // rows.k.shape[2],
+        K=K,
+        V=V,
+        BK=BK,
+        BV=BV,
+        USE_GK=rows.gk is not None,
+        USE_GV=rows.gv is not None,
+        USE_G=rows.g is not None,
+        USE_GAMMA=rows.g_gamma is not None,
+        REVERSE=rows.reverse,
     )  # fmt: skip
+    return output, final_state

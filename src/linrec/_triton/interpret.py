@@ -15,6 +15,7 @@ import numpy as np
 import triton
 import triton.language as tl
 from jaxtyping import Array
+from triton import knobs
 from triton.runtime import interpreter
 
 
@@ -64,8 +65,8 @@ def call_interpreter(
 ) -> list[Array]:
     """As `call`, with a callback in the place of the kernel."""
 
-    def on_host(*inputs: Any) -> list[np.ndarray]:
-        inputs = [np.ascontiguousarray(x) for x in inputs]
+    def on_host(*given: Any) -> list[np.ndarray]:
+        inputs = [np.ascontiguousarray(x) for x in given]
         # Whatever a kernel forgets to write shows.
         results = [np.full(x.shape, np.nan, x.dtype) for x in outputs]
         for i, o in (aliases or {}).items():
@@ -133,7 +134,7 @@ def _interpreting() -> Iterator[interpreter.InterpreterBuilder]:
     with _lock:
         scope = interpreter._patch_lang(types.SimpleNamespace(__globals__=modules))
         scope.set_attr(triton.JITFunction, "__call__", _call_device_function)
-        scope.set_attr(triton.knobs.runtime, "interpret", True)
+        scope.set_attr(knobs.runtime, "interpret", True)
         for name, replacement in _replacements(builder).items():
             scope.set_attr(builder, name, replacement)
         try:

@@ -11,9 +11,11 @@ CHUNK = 64
 
 
 def plain_scan(inputs: Inputs) -> Array:
-    """The best scan over tokens that one can write: batched, one fused update of the state.
+    """A scan over tokens as one writes it with care: batched, one fused update of the state.
 
-    A version for one head under `jax.vmap` is many times slower on a CPU, and no yardstick.
+    A version for one head under `jax.vmap` is many times slower on a CPU, and no yardstick. Nor is
+    this one the fastest everywhere: reading by a sum of products, or unrolling, wins at some
+    shapes, and loses by more at others.
     """
     q, k, v = _wide(inputs)
     B, _, H, K = q.shape

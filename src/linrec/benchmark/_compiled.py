@@ -5,7 +5,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .._triton.call import Call
 
@@ -84,8 +84,8 @@ def compile_call(call: Call, target: Target) -> Resources:
     shared = kernel.metadata.shared
     if target.backend == "hip":
         text = kernel.asm["amdgcn"]
-        registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text)[1])
-        spilled = 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text)[1])
+        registers = _number(r"\.vgpr_count:\s*(\d+)", text)
+        spilled = 4 * _number(r"\.vgpr_spill_count:\s*(\d+)", text)
         matrix = len(re.findall(r"\bv_mfma", text))
         return Resources(registers, spilled, shared, None, matrix, seconds)
     registers, spilled = _usage(kernel.asm["cubin"])
@@ -102,14 +102,19 @@ def compile_call(call: Call, target: Target) -> Resources:
 
 def _usage(cubin: bytes) -> tuple[int, int]:
     text = _tool("cuobjdump", cubin, "-res-usage")
-    registers, stack = (int(re.search(rf"{x}:(\d+)", text)[1]) for x in ("REG", "STACK"))
-    return registers, stack
+    return _number(r"REG:(\d+)", text), _number(r"STACK:(\d+)", text)
+
+
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    assert match is not None, pattern
+    return int(match[1])
 
 
 def _tool(name: str, cubin: bytes, *options: str) -> str:
     import triton
 
-    path: Any = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    path = Path(str(triton.__file__)).parent / "backends" / "nvidia" / "bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -39,6 +39,10 @@ def step_memory(
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
         for name, x in arguments.items()
     }
-    both = (run, jax.value_and_grad(loss))
-    sizes = [jax.jit(f).lower(placed).compile().memory_analysis().temp_size_in_bytes for f in both]
-    return StepMemory(*sizes)
+
+    def temporaries(function) -> int:
+        memory = jax.jit(function).lower(placed).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    return StepMemory(temporaries(run), temporaries(jax.value_and_grad(loss)))
