@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mixer", default="SimpleGatedLinearAttention", help="of linrec.nn")
     parser.add_argument("--size", type=int, default=256, help="channels (default: %(default)s)")
     parser.add_argument("--num-layers", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--chunk-size", type=int, default=2048, help="(default: %(default)s)")
+    parser.add_argument("--chunk-size", type=int, default=1024, help="(default: %(default)s)")
     parser.add_argument("--two-level", action="store_true", help="checkpoints on two levels")
     parser.add_argument(
         "--lengths",
