@@ -20,3 +20,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def no_type_checks(monkeypatch):
     """Users run without beartype: their mistakes reach linrec's own checks."""
     monkeypatch.setattr(config, "jaxtyping_disable", True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clear_caches():
+    """Compiled programs are large, and no other file runs them again."""
+    yield
+    jax.clear_caches()
