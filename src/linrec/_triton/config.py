@@ -64,6 +64,15 @@ def default_config(key_gates: bool, value_gates: bool, wide: bool) -> KernelConf
     cores get 32-bit operands. Heads of all sizes and GPUs from compute capability 80 on take the
     same blocks: what is larger than a block is looped over.
     """
+    if wide:
+        small = Pairs(inner=16, outer=32, warps=8, stages=1)
+        smaller = Pairs(inner=16, outer=16, warps=8, stages=1)
+        return KernelConfig(
+            walk=Walk(32, 32),
+            output=smaller if value_gates else small,
+            d_key=smaller,
+            d_value=smaller if value_gates else small,
+        )
     if key_gates and value_gates:
         small = Pairs(inner=16, outer=32, warps=4)
         output = Pairs(inner=32, outer=32, warps=4)
@@ -78,9 +87,6 @@ def default_config(key_gates: bool, value_gates: bool, wide: bool) -> KernelConf
             d_key=gated,
             d_value=gated if value_gates else plain,
         )
-    if wide:
-        block = Pairs(inner=32, outer=64, warps=8, stages=1)
-        return KernelConfig(walk=Walk(warps=8), output=block, d_key=block, d_value=block)
     return KernelConfig(d_key=Pairs(inner=64, outer=32, warps=4))
 
 
