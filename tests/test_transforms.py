@@ -193,6 +193,7 @@ def test_export_of_packed():
 @pytest.mark.parametrize("method", METHODS)
 def test_one_compilation_for_every_packing(method):
     q = jnp.ones((50, 2, 4), jnp.float32)
+    chex.clear_trace_counter()
 
     @jax.jit
     @chex.assert_max_traces(n=1)
