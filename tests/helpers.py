@@ -1,7 +1,6 @@
 """One list of methods, one table of tolerances, one way to compare."""
 
 import functools
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import jax
@@ -18,10 +17,9 @@ METHODS = {
     "chunked-16": linrec.Chunked(16),
     "segmented": linrec.Segmented(24, linrec.Chunked(16)),
     "auto": linrec.Auto(),
-}
-if find_spec("triton") is not None:
     # The kernels themselves, in an interpreter that takes its time by the token.
-    METHODS["triton"] = linrec.Triton(linrec.KernelConfig(chunk=16), interpret=True)
+    "triton": linrec.Triton(linrec.KernelConfig(chunk=16), interpret=True),
+}
 
 GATES = {
     "none": (),

@@ -8,10 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
-
 from linrec.benchmark import speed
 from linrec.benchmark.__main__ import main
 from linrec.benchmark._cases import Case

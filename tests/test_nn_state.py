@@ -43,7 +43,8 @@ def test_serialise_leaves():
 
 @pytest.mark.filterwarnings("ignore")
 def test_orbax(tmp_path):
-    ocp = pytest.importorskip("orbax.checkpoint")
+    import orbax.checkpoint as ocp
+
     model = make_model()
     _, state = mid_generation(model)
     with ocp.StandardCheckpointer() as checkpointer:

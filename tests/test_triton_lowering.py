@@ -5,14 +5,10 @@ import subprocess
 import sys
 from functools import partial
 
-import pytest
-
-
-pytest.importorskip("triton")
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import linrec
 
@@ -36,7 +32,6 @@ def loss(method, arguments):
 
 
 def text_for_cuda(function, *arguments):
-    pytest.importorskip("jax_triton", exc_type=ImportError)
     lowered = jax.jit(function).trace(*arguments).lower(lowering_platforms=("cuda",))
     return lowered.as_text()
 
@@ -47,7 +42,6 @@ def launches(text):
 
 @pytest.mark.parametrize("gates", [(), ("g",), ("g_gamma",), ("gk",), ("gv",), ("g", "gk", "gv")])
 def test_two_launches_forward_and_three_backward(gates):
-    pytest.importorskip("jax_triton", exc_type=ImportError)
     traced = lambda f: str(jax.make_jaxpr(f)(given(*gates)))
     assert traced(partial(loss, METHOD)).count("triton_kernel_call[") == 2
     assert traced(jax.grad(partial(loss, METHOD))).count("triton_kernel_call[") == 5
@@ -125,7 +119,6 @@ def test_step_is_one_launch():
 
 
 def test_export_for_cuda():
-    pytest.importorskip("jax_triton", exc_type=ImportError)
     safe = jax.export.DisabledSafetyCheck.custom_call("triton_kernel_call")
     f = jax.jit(jax.value_and_grad(partial(loss, linrec.Auto())))
     exported = jax.export.export(f, platforms=["cuda"], disabled_checks=[safe])(given("g"))
@@ -135,7 +128,6 @@ def test_export_for_cuda():
 
 @pytest.mark.core
 def test_on_a_cpu_it_says_what_to_do():
-    pytest.importorskip("jax_triton", exc_type=ImportError)
     x = jnp.ones((4, 1, 2), jnp.float32)
     with pytest.raises(NotImplementedError, match=r"linrec\.Auto"):
         jax.jit(lambda x: linrec.recurrent(x, x, x, method=METHOD)).lower(x)

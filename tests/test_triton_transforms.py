@@ -2,11 +2,6 @@
 
 from functools import partial
 
-import pytest
-
-
-pytest.importorskip("triton")
-
 import jax
 import jax.numpy as jnp
 

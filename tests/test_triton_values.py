@@ -1,13 +1,9 @@
 """The kernels' numbers, in Triton's interpreter, against the float64 scan."""
 
-import pytest
-
-
-pytest.importorskip("triton")
-
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import linrec
 
