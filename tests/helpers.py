@@ -13,10 +13,9 @@ import linrec
 # A new method is tested by adding it here.
 METHODS = {
     "scan": linrec.Scan(),
-    "chunked": linrec.Chunked(),
     "chunked-16": linrec.Chunked(16),
     "segmented": linrec.Segmented(24, linrec.Chunked(16)),
-    "auto": linrec.Auto(),
+    "auto": linrec.Auto(),  # `Chunked()` on a CPU
     # The kernels themselves, in an interpreter that takes its time by the token.
     "triton": linrec.Triton(linrec.KernelConfig(chunk=16), interpret=True),
 }
