@@ -280,7 +280,9 @@ def pairs_kernel(
             else:
                 if GRAD_GO:
                     b_earlier = tl.where(m_later, 1.0, 0.0)
-                    b_past = tl.dot(b_earlier, b_w.to(tl.float32) * b_col, input_precision=PRECISION)
+                    b_past = tl.dot(
+                        b_earlier, b_w.to(tl.float32) * b_col, input_precision=PRECISION
+                    )
                     b_d_go = tl.cumsum(b_r.to(tl.float32) * b_row, 0, reverse=True)
                 b_row, b_col, b_d_go = add_effects(
                     b_row, b_col, b_d_go, b_pairs, (b_r if COL else b_w).to(tl.float32),
