@@ -130,7 +130,7 @@ def decays_around(
     i_first, p_gates, p_g, b_gamma, length, o_c, H: tl.constexpr, C: tl.constexpr,
     SIGN: tl.constexpr, FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """The decays from all tokens before `i_first` to there, and from there to the tokens of the piece
+    """Decays from all tokens before `i_first` to there, and from there to the tokens of the piece
     that begins there. Zero for other tokens.
 
     Gates are loaded anew: holding them takes registers from chunks that are ordinary.
