@@ -28,7 +28,7 @@ class Scan(AbstractMethod):
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         T = inputs.q.shape[1]
         sequence = sequence_of_token(inputs.cu_seqlens, T)
-        xs = (sequence, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), _tokens(inputs)))
+        xs = (sequence, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs.tokens))
         # One row of the table per sequence; padding, made zeros, writes to a row of its own.
         padding = ((0, 0), (0, 1), (0, 0), (0, 0), (0, 0))
         table = jnp.pad(inputs.initial_state, padding)
@@ -117,7 +117,7 @@ def _one_token(batched: bool, inputs: Inputs) -> tuple[Array, Array]:
     # Without a batch axis where the caller has none: on a CPU, XLA updates the state in place only
     # if no axis comes and goes on the way. Decoding under `vmap` is several times faster for it.
     at = (slice(None), 0) if batched else (0, 0)
-    token = jax.tree.map(lambda x: x[at], _tokens(inputs))
+    token = jax.tree.map(lambda x: x[at], inputs.tokens)
     gamma = None if inputs.g_gamma is None else inputs.g_gamma[at]
     return _step(inputs.initial_state[at], token, gamma, inputs.scale[at[:1]], inputs.precision)
 
@@ -131,10 +131,6 @@ def _decode(method: Triton, batched: bool, inputs: Inputs) -> tuple[Array, Array
     o, h = method.decode(inputs, _rows_of_one_token)
     at = (slice(None), 0) if batched else (0, 0)
     return o[at], h[at]
-
-
-def _tokens(inputs: Inputs):
-    return inputs.q, inputs.k, inputs.v, inputs.g, inputs.gk, inputs.gv
 
 
 def _step(h, token, g_gamma, scale, precision):

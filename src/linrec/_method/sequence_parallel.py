@@ -1,5 +1,6 @@
 """Another method on several devices, each of which holds a part of the sequence axis."""
 
+import dataclasses
 import math
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias
@@ -87,6 +88,10 @@ class SequenceParallel(AbstractMethod):
     def shards(self) -> int:
         return self.mesh.shape[self.axis]
 
+    def shard_size(self, T: int) -> int:
+        """Tokens of a shard, if need be with padding in the last."""
+        return -(-T // self.shards)
+
     def unsupported(self, inputs: Inputs) -> str | None:
         return self.method.unsupported(inputs)
 
@@ -95,7 +100,7 @@ class SequenceParallel(AbstractMethod):
         if T == 0:
             return inputs.zeros(inputs.output_shape, inputs.v.dtype), inputs.initial_state
         self._check_sizes(inputs)
-        size = -(-T // self.shards)
+        size = self.shard_size(T)
         ragged = inputs.cu_seqlens is not None or T % self.shards != 0
         bounds = T * jnp.arange(2, dtype=jnp.int32)
         bounds = bounds if inputs.cu_seqlens is None else inputs.cu_seqlens
@@ -121,38 +126,19 @@ class SequenceParallel(AbstractMethod):
             cu_seqlens = piece.cu_seqlens if ragged else None
             g_gamma, initial_state = per_sequence
             shard = Inputs(*tokens, g_gamma, scale, initial_state, cu_seqlens, inputs.reverse)
-            return self.run_shard(vary_alike(shard), piece)
+            return OneShard(self, piece)(vary_alike(shard))
 
         def pad(x: Array) -> Array:
             return jnp.pad(x, ((0, 0), (0, self.shards * size - T), *((0, 0),) * (x.ndim - 2)))
 
-        tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.gk, inputs.gv)
         per_sequence = (inputs.g_gamma, inputs.initial_state)
-        tokens = jax.tree.map(pad, tokens) if self.shards * size > T else tokens
+        tokens = jax.tree.map(pad, inputs.tokens) if self.shards * size > T else inputs.tokens
         output, final_state = run(tokens, per_sequence, inputs.scale, bounds)
         return output[:, :T], final_state
 
     def piece(self, bounds: Array, size: int, reverse: bool) -> Piece:
         """The shard of the device that runs this, inside `jax.shard_map`."""
         return Piece(bounds, jax.lax.axis_index(self.axis) * size, size, reverse)
-
-    def run_shard(self, inputs: Inputs, piece: Piece) -> tuple[Array, Array]:
-        """What one device does, inside `jax.shard_map`, with its tokens and all initial states.
-
-        Outputs come from `method` itself, from the true state. To run it from nothing and to add
-        what the true state contributes would cost as much, round half-precision outputs twice,
-        and fail where the gates of a whole shard do not fit into one factor.
-        """
-        exchange = self.exchange or ("all_gather" if self.shards <= _FEW_SHARDS else "log_step")
-        ring = _Ring(self.axis, self.shards, inputs.reverse, exchange == "log_step")
-        h = _incoming(ring, vary_alike(_as_map(inputs, piece)))
-        initial_state = jnp.where(
-            piece.comes_in()[None, :, None, None, None], h[:, None], inputs.initial_state
-        )
-        inputs = eqx.tree_at(lambda inputs: inputs.initial_state, inputs, initial_state)
-        output, final_state = self.method(inputs)
-        ends = piece.ends(self.shards)[None, :, None, None, None]
-        return output, jax.lax.psum(jnp.where(ends, final_state, 0), self.axis)
 
     def _check_sizes(self, inputs: Inputs) -> None:
         B, _, Hkv, _ = inputs.k.shape
@@ -169,8 +155,35 @@ class SequenceParallel(AbstractMethod):
                 )
 
 
-class _Shard(NamedTuple):
-    """A shard as a map of states: from `h` to `e^g_key h e^g_value + state`.
+class OneShard(AbstractMethod):
+    """What one device does, inside `jax.shard_map`, with its tokens and all initial states.
+
+    Outputs come from the inner method itself, from the true state. To run it from nothing and to
+    add what the true state contributes would cost as much, round half-precision outputs twice,
+    and fail where the gates of a whole shard do not fit into one factor.
+    """
+
+    parallel: SequenceParallel
+    piece: Piece
+
+    def unsupported(self, inputs: Inputs) -> str | None:
+        return self.parallel.unsupported(inputs)
+
+    def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
+        piece, axis, shards = self.piece, self.parallel.axis, self.parallel.shards
+        exchange = self.parallel.exchange or ("all_gather" if shards <= _FEW_SHARDS else "log_step")
+        ring = _Ring(axis, shards, inputs.reverse, exchange == "log_step")
+        h = _incoming(ring, vary_alike(_as_map(inputs, piece)))
+        comes_in = piece.comes_in()[None, :, None, None, None]
+        initial_state = jnp.where(comes_in, h[:, None], inputs.initial_state)
+        inputs = dataclasses.replace(inputs, initial_state=initial_state)
+        output, final_state = self.parallel.method(inputs)
+        ends = piece.ends(shards)[None, :, None, None, None]
+        return output, jax.lax.psum(jnp.where(ends, final_state, 0), axis)
+
+
+class _Map(NamedTuple):
+    """A shard, as what it does to a state: from `h` to `e^g_key h e^g_value + state`.
 
     What it maps is the state of a sequence that goes out over the end of the shard. If it starts in
     the shard, nothing is left of what comes in.
@@ -185,16 +198,16 @@ class _Shard(NamedTuple):
         largest = math.log(jnp.finfo(h.dtype).max) - 1
         return jnp.exp(jnp.minimum(self.g_key + self.g_value, largest)) * h
 
-    def after(self, other: "_Shard") -> "_Shard":
+    def after(self, other: "_Map") -> "_Map":
         """Both shards as one."""
-        return _Shard(
+        return _Map(
             self.g_key + other.g_key,
             self.g_value + other.g_value,
             self.decay(other.state) + self.state,
         )
 
 
-def _as_map(inputs: Inputs, piece: Piece) -> _Shard:
+def _as_map(inputs: Inputs, piece: Piece) -> _Map:
     """All tokens at once: one product of keys and values, each decayed up to the end."""
     n = jnp.argmax(piece.goes_out())
     goes_out, comes_in = piece.goes_out()[n], piece.comes_in()[n]
@@ -229,10 +242,10 @@ def _as_map(inputs: Inputs, piece: Piece) -> _Shard:
     k = jnp.where(counts, of_query_heads(inputs.k) * jnp.exp(g_key - moved), 0)
     v = of_query_heads(inputs.v) * jnp.exp(g_value + moved)
     written = jnp.einsum("bthk,bthv->bhkv", k, v, precision=inputs.precision)
-    shard = _Shard(all_key[..., None], all_value[..., None, :], written)
+    shard = _Map(all_key[..., None], all_value[..., None, :], written)
     if_starts_here = lambda x, otherwise: jnp.where(goes_out & ~comes_in, x, otherwise)
     start = if_starts_here(inputs.initial_state[:, n], 0)
-    return _Shard(
+    return _Map(
         jnp.where(goes_out & comes_in, shard.g_key, _FORGET),
         shard.g_value,
         shard.decay(start) + written,
@@ -261,7 +274,7 @@ class _Ring(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _incoming(ring: _Ring, shard: _Shard) -> Float[Array, "batch heads key value"]:
+def _incoming(ring: _Ring, shard: _Map) -> Float[Array, "batch heads key value"]:
     """The state that comes in to this shard: nothing, mapped by all shards before it in turn."""
     packed, unpack = ravel_pytree(shard)  # one array, so that it is one exchange
     nothing, _ = vary_alike((jnp.zeros_like(shard.state), packed))
@@ -284,7 +297,7 @@ def _incoming(ring: _Ring, shard: _Shard) -> Float[Array, "batch heads key value
     return past.state
 
 
-def _incoming_forward(ring: _Ring, shard: _Shard):
+def _incoming_forward(ring: _Ring, shard: _Map):
     h = checkpoint_name(_incoming(ring, shard), "linrec_incoming_state")
     return h, (shard.g_key, shard.g_value, h)
 
@@ -293,10 +306,10 @@ def _incoming_backward(ring: _Ring, residuals, d_h: Array):
     """The gradient goes the same way back, through the same decays."""
     g_key, g_value, h = residuals
     back = ring._replace(reverse=not ring.reverse)
-    d_state = _incoming(back, _Shard(g_key, g_value, d_h))
-    d_decay = _Shard(g_key, g_value, d_h).decay(h) * d_state
+    d_state = _incoming(back, _Map(g_key, g_value, d_h))
+    d_decay = _Map(g_key, g_value, d_h).decay(h) * d_state
     d_key, d_value = (_sum_to(x.shape, d_decay) for x in (g_key, g_value))
-    return (_Shard(d_key, d_value, d_state),)
+    return (_Map(d_key, d_value, d_state),)
 
 
 _incoming.defvjp(_incoming_forward, _incoming_backward)
