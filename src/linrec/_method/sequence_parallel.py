@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from .._inputs import Inputs, vary_alike
+from .._types import CuSeqlens
 from .._varlen import Piece
 from .base import AbstractMethod
+from .segmented import Segmented
 
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
@@ -88,57 +90,40 @@ class SequenceParallel(AbstractMethod):
     def shards(self) -> int:
         return self.mesh.shape[self.axis]
 
-    def shard_size(self, T: int) -> int:
-        """Tokens of a shard, if need be with padding in the last."""
-        return -(-T // self.shards)
-
     def unsupported(self, inputs: Inputs) -> str | None:
         return self.method.unsupported(inputs)
+
+    def in_pieces(self, chunk_size: int) -> "SequenceParallel":
+        """The same in bounded memory: every device cuts its own shard."""
+        return dataclasses.replace(self, method=Segmented(chunk_size, self.method))
 
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         T = inputs.q.shape[1]
         if T == 0:
             return inputs.zeros(inputs.output_shape, inputs.v.dtype), inputs.initial_state
         self._check_sizes(inputs)
-        size = self.shard_size(T)
-        ragged = inputs.cu_seqlens is not None or T % self.shards != 0
-        bounds = T * jnp.arange(2, dtype=jnp.int32)
-        bounds = bounds if inputs.cu_seqlens is None else inputs.cu_seqlens
-        batch, heads = self.batch_axis, self.head_axis
+        cut = Cut.of(self, T, inputs.cu_seqlens)
+        of_tokens = PartitionSpec(self.batch_axis, self.axis, self.head_axis)
+        of_sequences = PartitionSpec(self.batch_axis, None, self.head_axis)
 
-        # All axes of the mesh are named: those that are left out would be gathered.
+        # All axes of the mesh are named: over those that are not, XLA would gather.
         @partial(
             jax.shard_map,
             mesh=self.mesh,
-            in_specs=(
-                PartitionSpec(batch, self.axis, heads),
-                PartitionSpec(batch, None, heads),
-                PartitionSpec(batch),
-                PartitionSpec(),
-            ),
-            out_specs=(
-                PartitionSpec(batch, self.axis, heads),
-                PartitionSpec(batch, None, heads),
-            ),
+            in_specs=(of_tokens, of_sequences, PartitionSpec(self.batch_axis), PartitionSpec()),
+            out_specs=(of_tokens, of_sequences),
         )
         def run(tokens, per_sequence, scale, bounds):
-            piece = self.piece(bounds, size, inputs.reverse)
-            cu_seqlens = piece.cu_seqlens if ragged else None
+            piece = cut.piece(bounds, inputs.reverse)
             g_gamma, initial_state = per_sequence
+            cu_seqlens = piece.cu_seqlens if cut.ragged else None
             shard = Inputs(*tokens, g_gamma, scale, initial_state, cu_seqlens, inputs.reverse)
             return OneShard(self, piece)(vary_alike(shard))
 
-        def pad(x: Array) -> Array:
-            return jnp.pad(x, ((0, 0), (0, self.shards * size - T), *((0, 0),) * (x.ndim - 2)))
-
+        tokens = jax.tree.map(lambda x: cut.pad(x, 1), inputs.tokens)
         per_sequence = (inputs.g_gamma, inputs.initial_state)
-        tokens = jax.tree.map(pad, inputs.tokens) if self.shards * size > T else inputs.tokens
-        output, final_state = run(tokens, per_sequence, inputs.scale, bounds)
+        output, final_state = run(tokens, per_sequence, inputs.scale, cut.bounds)
         return output[:, :T], final_state
-
-    def piece(self, bounds: Array, size: int, reverse: bool) -> Piece:
-        """The shard of the device that runs this, inside `jax.shard_map`."""
-        return Piece(bounds, jax.lax.axis_index(self.axis) * size, size, reverse)
 
     def _check_sizes(self, inputs: Inputs) -> None:
         B, _, Hkv, _ = inputs.k.shape
@@ -153,6 +138,33 @@ class SequenceParallel(AbstractMethod):
                     f"`linrec.SequenceParallel(..., {argument}={getattr(self, argument)!r})` "
                     f"cannot deal out {number} {what} to {devices} devices evenly."
                 )
+
+
+class Cut(NamedTuple):
+    """How a sequence axis is cut into shards."""
+
+    axis: str
+    shards: int
+    length: int
+    size: int
+    bounds: Int[Array, " boundaries"]
+    ragged: bool
+    """Whether a shard may hold anything but one whole piece of one sequence."""
+
+    @staticmethod
+    def of(parallel: SequenceParallel, T: int, cu_seqlens: CuSeqlens | None) -> "Cut":
+        size = -(-T // parallel.shards)
+        ragged = cu_seqlens is not None or T % parallel.shards != 0
+        bounds = T * jnp.arange(2, dtype=jnp.int32) if cu_seqlens is None else cu_seqlens
+        return Cut(parallel.axis, parallel.shards, T, size, jnp.asarray(bounds, jnp.int32), ragged)
+
+    def pad(self, x: Array, axis: int) -> Array:
+        missing = self.shards * self.size - self.length
+        return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+
+    def piece(self, bounds: Int[Array, " boundaries"], reverse: bool) -> Piece:
+        """The shard of the device that runs this, inside `jax.shard_map`."""
+        return Piece(bounds, jax.lax.axis_index(self.axis) * self.size, self.size, reverse)
 
 
 class OneShard(AbstractMethod):
