@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from .._inputs import Inputs, vary_alike
+from .._inputs import Inputs
 from .._types import CuSeqlens
 from .._varlen import Piece
 from .base import AbstractMethod
@@ -106,10 +106,7 @@ class SequenceParallel(AbstractMethod):
         of_tokens = PartitionSpec(self.batch_axis, self.axis, self.head_axis)
         of_sequences = PartitionSpec(self.batch_axis, None, self.head_axis)
 
-        # All axes of the mesh are named: over those that are not, XLA would gather.
-        @partial(
-            jax.shard_map,
-            mesh=self.mesh,
+        @self.shard_map(
             in_specs=(of_tokens, of_sequences, PartitionSpec(self.batch_axis), PartitionSpec()),
             out_specs=(of_tokens, of_sequences),
         )
@@ -118,12 +115,21 @@ class SequenceParallel(AbstractMethod):
             g_gamma, initial_state = per_sequence
             cu_seqlens = piece.cu_seqlens if cut.ragged else None
             shard = Inputs(*tokens, g_gamma, scale, initial_state, cu_seqlens, inputs.reverse)
-            return OneShard(self, piece)(vary_alike(shard))
+            return OneShard(self, piece)(shard)
 
         tokens = jax.tree.map(lambda x: cut.pad(x, 1), inputs.tokens)
         per_sequence = (inputs.g_gamma, inputs.initial_state)
         output, final_state = run(tokens, per_sequence, inputs.scale, cut.bounds)
         return output[:, :T], final_state
+
+    def shard_map(self, in_specs, out_specs):
+        """A decorator. All axes of the mesh are manual: over those that are not, XLA would gather.
+
+        Without checks of varying types, which `jax.vmap(..., spmd_axis_name=...)` does not pass.
+        """
+        return partial(
+            jax.shard_map, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
 
     def _check_sizes(self, inputs: Inputs) -> None:
         B, _, Hkv, _ = inputs.k.shape
@@ -185,7 +191,7 @@ class OneShard(AbstractMethod):
         piece, axis, shards = self.piece, self.parallel.axis, self.parallel.shards
         exchange = self.parallel.exchange or ("all_gather" if shards <= _FEW_SHARDS else "log_step")
         ring = _Ring(axis, shards, inputs.reverse, exchange == "log_step")
-        h = _incoming(ring, vary_alike(_as_map(inputs, piece)))
+        h = _incoming(ring, _as_map(inputs, piece))
         comes_in = piece.comes_in()[None, :, None, None, None]
         initial_state = jnp.where(comes_in, h[:, None], inputs.initial_state)
         inputs = dataclasses.replace(inputs, initial_state=initial_state)
@@ -289,7 +295,7 @@ class _Ring(NamedTuple):
 def _incoming(ring: _Ring, shard: _Map) -> Float[Array, "batch heads key value"]:
     """The state that comes in to this shard: nothing, mapped by all shards before it in turn."""
     packed, unpack = ravel_pytree(shard)  # one array, so that it is one exchange
-    nothing, _ = vary_alike((jnp.zeros_like(shard.state), packed))
+    nothing = jnp.zeros_like(shard.state)
     if ring.shards == 1:
         return nothing
     if not ring.log_step:

@@ -5,7 +5,6 @@ all states. No part of it but the timeline has to know.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -39,12 +38,7 @@ def run_sharded(
     arrays, static = eqx.partition(layer, eqx.is_array)
     whole, of_tokens = PartitionSpec(), PartitionSpec(parallel.axis)
 
-    @partial(
-        jax.shard_map,
-        mesh=parallel.mesh,
-        in_specs=(whole, of_tokens, whole, whole),
-        out_specs=(of_tokens, whole),
-    )
+    @parallel.shard_map(in_specs=(whole, of_tokens, whole, whole), out_specs=(of_tokens, whole))
     def run(arrays, x, state, bounds):
         piece = cut.piece(bounds, reverse=False)
         cu_seqlens = piece.cu_seqlens if cut.ragged else None
