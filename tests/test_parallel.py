@@ -23,15 +23,17 @@ def parallel(shards: int, method=METHODS["scan"], **options):
     return linrec.SequenceParallel(method, make_mesh(seq=shards), "seq", **options)
 
 
-# Sequences that cross no boundary of a shard, one, and several; empty ones on boundaries.
+# Sequences that cross no boundary of a shard, one, and several.
 PACKINGS = {"dense": None, "packed": PACKING}
+# Of one row, whose sums do not happen to cancel: the gradient of the scale is a single number.
+ONE_ROW = Case(B=1, T=96, seed=1)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", [name for name in GATES if "and" not in name])
 def test_every_gate(gates, packing, reverse):
-    case = Case(gates, B=1, T=96, packing=packing, reverse=reverse)
+    case = ONE_ROW._replace(gates=gates, packing=packing, reverse=reverse)
     for shards in (1, 2, 4, 8):
         check(case, parallel(shards))
 
@@ -39,7 +41,7 @@ def test_every_gate(gates, packing, reverse):
 @pytest.mark.core
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
 def test_log_steps(packing):
-    case = Case("all", B=1, T=96, packing=packing)
+    case = ONE_ROW._replace(gates="all", packing=packing)
     for shards in (2, 4, 8):
         check(case, parallel(shards, exchange="log_step"))
 
@@ -56,7 +58,7 @@ def test_lengths_that_do_not_divide(T):
 
 @pytest.mark.parametrize("strength", ["strong", "-200", "-inf", "-1e4", "growth"])
 def test_gates_of_any_strength(strength):
-    check(Case("all", B=1, T=96, strength=strength), parallel(4))
+    check(ONE_ROW._replace(gates="all", strength=strength), parallel(4))
 
 
 def test_gates_that_cancel():
@@ -75,7 +77,7 @@ def test_gates_that_cancel():
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_dtypes(dtype):
-    check(Case("all", B=1, T=96, dtype=dtype), parallel(2))
+    check(ONE_ROW._replace(gates="all", dtype=dtype), parallel(2))
 
 
 def test_with_batch_and_heads():
@@ -90,7 +92,7 @@ def test_with_batch_and_heads():
 def test_two_by_two_with_batch(packing):
     """Rows under `vmap` are sharded by the name that it is given."""
     method = linrec.SequenceParallel(METHODS["scan"], make_mesh(data=2, seq=2), "seq")
-    case = Case("all", B=1, T=96, packing=packing)
+    case = ONE_ROW._replace(gates="all", packing=packing)
     rows = [case._replace(seed=seed) for seed in range(2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(row.arguments() for row in rows))
     sharded = jax.device_put(
@@ -105,7 +107,7 @@ def test_two_by_two_with_batch(packing):
 @pytest.mark.core
 @pytest.mark.parametrize("exchange", ["all_gather", "log_step"])
 def test_without_the_exchange_it_fails(monkeypatch, exchange):
-    case = Case("gk", B=1, T=96, V=3)
+    case = ONE_ROW._replace(gates="gk", V=3)
     method = parallel(2, METHODS["chunked-16"], exchange=exchange)
     nothing = lambda ring, shard: jnp.zeros_like(shard.state)
     monkeypatch.setattr(sequence_parallel, "_incoming", nothing)
@@ -131,7 +133,7 @@ def test_second_order():
 
 def test_chunk_size_is_of_every_shard():
     method = parallel(4, linrec.Chunked(16))
-    case = Case("gk", B=1, T=96)
+    case = ONE_ROW._replace(gates="gk")
     run = jax.jit(
         lambda arguments: linrec.recurrent(**arguments, method=method, chunk_size=8)
     )
@@ -141,7 +143,7 @@ def test_chunk_size_is_of_every_shard():
     assert_close(results, {name: expected[name] for name in results}, "float32")
 
 
-def test_errors():
+def test_errors(no_type_checks):
     mesh = make_mesh(data=2, seq=2)
     with pytest.raises(ValueError, match=r"axis='time'.*expects an axis of the mesh"):
         linrec.SequenceParallel(linrec.Auto(), mesh, "time")
