@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path, nargs="?", default=Path("lm/model.eqx"))
     parser.add_argument("--prompt", default="import ")
     parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int)
     parser.add_argument("--top-p", type=float, default=0.95)
     parser.add_argument("--seed", type=int, default=0)

@@ -3,8 +3,8 @@
 Requests come in over time, with prompts of different lengths. Prompts that wait are packed into one
 sequence (`cu_seqlens`) and run together; their states go to free slots. All slots decode together,
 one token of each with every step. A request that is done leaves its slot to the next one. Shapes
-never change, so two programs are compiled and no more. In the end every answer is compared with
-decoding its prompt alone.
+never change, so that two programs are compiled and no more. In the end every answer is compared
+with decoding its prompt alone.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def pack(requests: list[Request], free: list[int], num_slots: int, buffer: int):
     return packed, cu_seqlens, places
 
 
-def serve(model, requests: list[Request], num_slots: int, buffer: int) -> None:
+def serve(title: str, model, requests: list[Request], num_slots: int, buffer: int) -> None:
     """Answers all requests."""
     empty = (jnp.zeros((), jnp.int32), model.initial_state())
     slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_slots, *x.shape)).copy(), empty)
@@ -88,7 +88,7 @@ def serve(model, requests: list[Request], num_slots: int, buffer: int) -> None:
     waiting = deque(requests)
     columns = ("{task.fields[running]:2} running", "{task.fields[speed]:,.0f} tokens/s")
     with progress_bar(*columns) as bar:
-        task = bar.add_task("requests", total=len(requests), running=0, speed=0.0)
+        task = bar.add_task(title, total=len(requests), running=0, speed=0.0)
         start, tokens = time.perf_counter(), 0
         while waiting or running:
             now = time.perf_counter() - start
@@ -134,7 +134,8 @@ def check(model, requests: list[Request], length: int) -> None:
     for request in requests:
         text = np.concatenate([request.prompt, request.answer]).astype(np.int32)
         padded = np.pad(text, (0, length - len(text)))
-        missed = float(shortfall(model, padded, len(request.prompt), len(text)))
+        begin, end = jnp.array([len(request.prompt), len(text)])
+        missed = float(shortfall(model, padded, begin, end))
         if missed > 1e-3:
             raise SystemExit(f"an answer differs from decoding alone, by {missed} in a logit")
     print("every answer equals that of decoding alone")
@@ -143,8 +144,8 @@ def check(model, requests: list[Request], length: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="?", help="of `train_lm.py`")
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--rate", type=float, default=20.0, help="of arrivals, per second")
+    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--rate", type=float, default=40.0, help="of arrivals, per second")
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=200, help="tokens at most")
     parser.add_argument("--tokens", type=int, default=100, help="tokens of an answer at most")
@@ -170,8 +171,8 @@ def main() -> None:
         requests.append(Request(text[begin : begin + length], max_tokens, arrival))
 
     # Compile before the first request comes in.
-    serve(model, [Request(text[:1], 2, 0.0)], args.slots, args.buffer)
-    serve(model, requests, args.slots, args.buffer)
+    serve("compiling", model, [Request(text[:1], 2, 0.0)], args.slots, args.buffer)
+    serve("serving", model, requests, args.slots, args.buffer)
     report(requests, requests[-1].times[-1])
     check(model, requests, args.prompt + args.tokens)
 

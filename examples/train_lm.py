@@ -21,12 +21,17 @@ from _common import make_model, MIXERS, progress_bar, read_text, save_model, tex
 import linrec
 
 
-def bigram_loss(text: np.ndarray, held_out: np.ndarray) -> float:
-    """Nats per byte of held-out text under the frequencies of pairs of bytes, plus one each."""
+def bigram_loss(text: np.ndarray, batch: np.ndarray) -> float:
+    """Nats per byte under the frequencies of pairs of bytes in the text, plus one each."""
     counts = np.ones((256, 256))
     np.add.at(counts, (text[:-1], text[1:]), 1)
     log_probability = np.log(counts / counts.sum(axis=1, keepdims=True))
-    return -log_probability[held_out[:-1], held_out[1:]].mean()
+    return -log_probability[batch[:, :-1], batch[:, 1:]].mean()
+
+
+def cut(text: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
+    """Pieces of the text, with one token more than the model sees."""
+    return np.stack([text[start : start + length + 1] for start in starts]).astype(np.int32)
 
 
 def mean_loss(model: linrec.nn.LanguageModel, batch: jax.Array) -> jax.Array:
@@ -51,10 +56,6 @@ def train(model, text, held_out, args) -> tuple[linrec.nn.LanguageModel, list, d
         return eqx.apply_updates(model, updates), state, loss
 
     evaluate = eqx.filter_jit(mean_loss)
-    windows = len(held_out) // (args.length + 1)
-    held_out = held_out[: windows * (args.length + 1)].reshape(windows, args.length + 1)
-    held_out = jnp.asarray(held_out[:64], jnp.int32)
-
     rng = np.random.default_rng(0)
     losses, held_out_losses = [], {}
     columns = ("loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s")
@@ -63,8 +64,7 @@ def train(model, text, held_out, args) -> tuple[linrec.nn.LanguageModel, list, d
         begin = time.perf_counter()
         for i in range(1, args.steps + 1):
             starts = rng.integers(len(text) - args.length - 1, size=args.batch)
-            batch = np.stack([text[s : s + args.length + 1] for s in starts]).astype(np.int32)
-            model, state, loss = step(model, state, batch)
+            model, state, loss = step(model, state, cut(text, starts, args.length))
             losses.append(float(loss))
             if i == 1:
                 begin = time.perf_counter()  # the first step compiles
@@ -106,6 +106,8 @@ def main() -> None:
     args = parser.parse_args()
 
     text, held_out = read_text(args.text)
+    starts = np.linspace(0, len(held_out) - args.length - 1, 128, dtype=int)
+    held_out = cut(held_out, starts, args.length)
     arguments = {"mixer": args.mixer, "size": args.size, "num_layers": args.layers}
     model = make_model(**arguments, key=jax.random.key(0))
     parameters = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
@@ -121,7 +123,7 @@ def main() -> None:
     print(args.prompt, end="", flush=True)
     prompt = jnp.array(list(args.prompt.encode()))
     linrec.nn.generate(
-        model, prompt, args.tokens, jax.random.key(1), 0.7, top_p=0.95, callback=text_printer()
+        model, prompt, args.tokens, jax.random.key(1), top_p=0.95, callback=text_printer()
     )
     print(f"\n\nwrote {args.output / 'model.eqx'} and {args.output / 'loss.png'}")
 
