@@ -83,7 +83,7 @@ def pack(requests: list[Request], free: list[int], num_slots: int, buffer: int):
 def serve(title: str, model, requests: list[Request], num_slots: int, buffer: int) -> None:
     """Answers all requests."""
     empty = (jnp.zeros((), jnp.int32), model.initial_state())
-    slots = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_slots, *x.shape)).copy(), empty)
+    slots = jax.tree.map(lambda x: jnp.stack([x] * num_slots), empty)
     running: dict[int, Request] = {}
     waiting = deque(requests)
     columns = ("{task.fields[running]:2} running", "{task.fields[speed]:,.0f} tokens/s")

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import jax
@@ -12,14 +13,14 @@ import linrec
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"^ *```python\n(.*?)```", re.DOTALL | re.MULTILINE)
 PUBLIC = {**vars(linrec.nn), **vars(linrec)}
 DOCSTRINGS = {name: inspect.getdoc(x) or "" for name, x in PUBLIC.items() if callable(x)}
 
 
 def run(text: str, name: str) -> None:
     """The blocks are one program. Users have neither x64 nor strict promotion on."""
-    program = "\n".join(map(inspect.cleandoc, BLOCK.findall(text)))
+    program = "\n".join(map(textwrap.dedent, BLOCK.findall(text)))
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
