@@ -13,10 +13,9 @@ import linrec
 # A new method is tested by adding it here.
 METHODS = {
     "scan": linrec.Scan(),
-    "chunked": linrec.Chunked(),
     "chunked-16": linrec.Chunked(16),
     "segmented": linrec.Segmented(24, linrec.Chunked(16)),
-    "auto": linrec.Auto(),
+    "auto": linrec.Auto(),  # `Chunked()` on a CPU
     # The kernels themselves, in an interpreter that takes its time by the token.
     "triton": linrec.Triton(linrec.KernelConfig(chunk=16), interpret=True),
 }
@@ -134,14 +133,19 @@ def _program(method, reverse: bool):
             )
 
         out, pull_back = jax.vjp(run, arguments)
-        rng = np.random.default_rng(1)
-        cotangents = tuple(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in out)
-        (gradients,) = pull_back(cotangents)
+        (gradients,) = pull_back(_cotangents(out))
         return {"output": out[0], "final_state": out[1]} | {
             f"gradient of {name}": x for name, x in gradients.items()
         }
 
     return everything
+
+
+def _cotangents(out):
+    """Of both outputs. Every dtype holds these numbers, so that all get the same problem."""
+    rng = np.random.default_rng(1)
+    draw = lambda shape: np.round(8 * rng.standard_normal(shape)) / 8
+    return tuple(jnp.asarray(draw(x.shape), x.dtype) for x in out)
 
 
 @functools.cache
@@ -150,20 +154,23 @@ def reference(case: Case) -> dict:
     return evaluate(arguments, case.options(), linrec.Scan())
 
 
-def relative_error(actual: jax.Array, expected: jax.Array) -> float:
-    """Root mean square, relative. What float32 cannot hold counts as zero on both sides."""
+def relative_error(actual: jax.Array, expected: jax.Array, least: float = 0.0) -> float:
+    """Root mean square, relative. What float32 cannot hold counts as zero on both sides.
+
+    Errors of what is expected to be smaller than `least` are relative to that.
+    """
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     rms = lambda x: float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
-    return rms(actual - expected) / max(rms(expected), 1e-30)
+    return rms(actual - expected) / max(rms(expected), least, 1e-30)
 
 
-def assert_close(actual: dict, expected: dict, dtype: str) -> None:
+def assert_close(actual: dict, expected: dict, dtype: str, least: dict[str, float]) -> None:
     assert actual.keys() == expected.keys()
     errors = {}
     for name in expected:
         assert actual[name].shape == expected[name].shape, name
         assert bool(jnp.all(jnp.isfinite(actual[name]))), name
-        errors[name] = relative_error(actual[name], expected[name])
+        errors[name] = relative_error(actual[name], expected[name], least.get(name, 0.0))
     wrong = {name: error for name, error in errors.items() if not error < TOLERANCE[dtype]}
     assert not wrong, wrong
 
@@ -177,5 +184,32 @@ def check(case: Case, method) -> dict:
     assert actual["final_state"].dtype == state_dtype
     for name, x in arguments.items():
         assert actual[f"gradient of {name}"].dtype == x.dtype, name
-    assert_close(actual, reference(case), case.dtype)
+    expected = reference(case)
+    assert_close(actual, expected, case.dtype, _least(case, expected))
     return actual
+
+
+def _least(case: Case, expected: dict) -> dict[str, float]:
+    """What sums over many terms count as at least: as much as terms of any sign sum up to.
+
+    The gradients of the scale and of a fixed gate are a few numbers. Where the terms of one happen
+    to cancel, the float32 scan misses it too.
+    """
+    arguments = case.arguments()
+    outputs = (expected["output"], expected["final_state"])
+    terms = outputs[0] * _cotangents(outputs)[0] / arguments["softmax_scale"].astype(jnp.float64)
+    least = {"gradient of softmax_scale": float(jnp.linalg.norm(terms))}
+    if "g_gamma" in arguments:
+        sums = expected["gradient of g_gamma"].size
+        terms = _gradient_by_token(case)
+        least["gradient of g_gamma"] = float(jnp.linalg.norm(terms)) / sums**0.5
+    return least
+
+
+@functools.cache
+def _gradient_by_token(case: Case) -> jax.Array:
+    """Of the log-decay of whole states, of which that of a fixed gate is the sum over tokens."""
+    arguments = {name: x.astype(jnp.float64) for name, x in case.arguments().items()}
+    if "g" not in arguments:
+        arguments["g"] = jnp.zeros(arguments["query"].shape[:-1])
+    return evaluate(arguments, case.options(), linrec.Scan())["gradient of g"]

@@ -25,7 +25,7 @@ def test_gates(gates):
 @pytest.mark.parametrize("T", [1, 15, 63, 100, 257])
 @pytest.mark.parametrize("gates", ["g", "gk"])
 def test_lengths(gates, T):
-    check(Case(gates, B=1, T=T, H=1, Hkv=1, seed=1), METHOD)
+    check(Case(gates, B=1, T=T, H=1, Hkv=1), METHOD)
 
 
 @pytest.mark.parametrize(
@@ -76,15 +76,10 @@ def test_grouped_heads(Hkv):
     check(Case("gk-and-g_gamma", B=2, T=20, H=4, Hkv=Hkv), SMALL)
 
 
-# Where output or gradients are sums of few numbers, their rounding is measured against chance.
-@pytest.mark.parametrize("gates", ["none", "g", "gk", "gv"])
+@pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision(dtype, gates):
-    case = Case(gates, B=1, T=130, H=2, Hkv=2, K=64, V=32, dtype=dtype)
-    actual = linrec.recurrent(**case.arguments(), method=METHOD)
-    wide = {name: x.astype(jnp.float64) for name, x in case.arguments().items()}
-    for a, e in zip(actual, linrec.recurrent(**wide, method=linrec.Scan()), strict=True):
-        assert relative_error(a, e) < 5e-3
+    check(Case(gates, B=1, T=130, H=2, Hkv=2, K=64, V=32, dtype=dtype), METHOD)
 
 
 @pytest.mark.parametrize("gates", GATES)

@@ -13,6 +13,8 @@ import triton.language as tl
 # While the log-decays of a chunk sum up to less than this in every channel, factors e^A and e^-A
 # are exact to rounding and far from overflow.
 ORDINARY = tl.constexpr(40.0)
+# Tokens of the pieces that a chunk is cut into otherwise.
+PIECE = tl.constexpr(16)
 
 
 @no_type_check
@@ -66,21 +68,6 @@ def load_channel_gates(
 
 @no_type_check
 @triton.jit
-def load_decay(
-    p_gates, p_g, b_gamma, j, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
-    FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr,
-):  # fmt: skip
-    """The decay of the channels at one token."""
-    b_gates = tl.load(p_gates + SIGN * j * (H * C) + o_c, mask=o_c < C, other=0.0).to(tl.float32)
-    if FOLD_GAMMA:
-        b_gates += b_gamma
-    if FOLD_G:
-        b_gates += tl.load(p_g + SIGN * j * H).to(tl.float32)
-    return tl.exp(b_gates)
-
-
-@no_type_check
-@triton.jit
 def is_ordinary(b_gates):
     """Not so for NaN and infinities either."""
     return tl.max(tl.sum(tl.abs(b_gates), 0), 0) < ORDINARY
@@ -114,77 +101,123 @@ def reach(b_gates, b_sums, BT: tl.constexpr):
     return b_sums - tl.sum(tl.where(m_before, b_gates, 0.0), 0)[None, :]
 
 
-# Pairs of tokens under any gates. Tokens `j` are taken one by one from the last. `b_decay` holds
-# the decay between `j` and every later token, zero for those that are not later. It is a product of
-# the decays of single tokens, as in the recurrence itself.
+# Pairs of tokens under any gates. A chunk is cut into pieces of `PIECE` tokens. Between pieces there
+# are matrix products, with decays counted from the boundary in front of the later token: of decaying
+# gates none is above 1. Inside of pieces tokens `j` are taken one by one from the last, in all pieces
+# at once. `b_decay` holds the decay between `j` and every later token of its piece, zero for those
+# that are not later. It is a product of the decays of single tokens, as in the recurrence itself.
+
+
+@no_type_check
+@triton.jit
+def cumsum_in_pieces(b, BT: tl.constexpr, BC: tl.constexpr, reverse: tl.constexpr):
+    b = tl.reshape(b, [BT // PIECE, PIECE, BC])
+    return tl.reshape(tl.cumsum(b, 1, reverse=reverse), [BT, BC])
+
+
+@no_type_check
+@triton.jit
+def decays_from_boundary(b_gates, i_first, BT: tl.constexpr, BC: tl.constexpr):
+    """The decays of the tokens of the piece that begins at `i_first`, zero for others."""
+    o_i = tl.arange(0, BT)
+    m_piece = (o_i >= i_first) & (o_i < i_first + PIECE)
+    return tl.where(m_piece[:, None], tl.exp(cumsum_in_pieces(b_gates, BT, BC, False)), 0.0)
+
+
+@no_type_check
+@triton.jit
+def decays_to_boundary(b_next, i_first, BT: tl.constexpr):
+    """The decays from tokens before `i_first` to there, from the gates after each; else zero."""
+    o_i = tl.arange(0, BT)
+    b_rest = tl.cumsum(tl.where((o_i + 1 < i_first)[:, None], b_next, 0.0), 0, reverse=True)
+    return tl.where((o_i < i_first)[:, None], tl.exp(b_rest), 0.0)
 
 
 @no_type_check
 @triton.jit
 def add_scores(
-    b_pairs, b_x, p_y, Y_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_c,
+    b_pairs, b_x, b_y, p_y, Y_STRIDE: tl.constexpr, b_gates, p_gates, p_g, b_gamma, length, o_c,
     H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
-    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, FACTOR: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds `sum_c x_ic y_jc e^(sum of the gates of c after j up to i)` at `[i, j]`."""
     o_i = tl.arange(0, BT)
+    b_next = load_channel_gates(
+        p_gates, p_g, b_gamma, o_i + 1, length, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA
+    )
+    for i_piece in range(1, BT // PIECE):
+        b_to = (b_x * decays_from_boundary(b_gates, i_piece * PIECE, BT, BC)).to(FACTOR)
+        b_from = (b_y * decays_to_boundary(b_next, i_piece * PIECE, BT)).to(FACTOR)
+        b_pairs = tl.dot(b_to, tl.trans(b_from), b_pairs, input_precision=PRECISION)
+
     b_decay = tl.zeros([BT, BC], tl.float32)
-    for i in range(0, tl.minimum(length, BT)):
-        j = tl.minimum(length, BT) - 1 - i
-        b_y = tl.load(p_y + SIGN * j * Y_STRIDE + o_c, mask=o_c < C, other=0.0).to(tl.float32)
-        b_pairs_j = tl.sum(b_x * b_decay * b_y[None, :], 1)
-        b_pairs += tl.where((o_i == j)[None, :], b_pairs_j[:, None], 0.0)
-        b_step = load_decay(p_gates, p_g, b_gamma, j, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA)
-        b_decay = tl.where((o_i == j)[:, None], 1.0, b_decay) * b_step[None, :]
+    for i in range(0, PIECE):
+        o_j = o_i // PIECE * PIECE + (PIECE - 1 - i)
+        m_j = (o_j < length)[:, None] & (o_c < C)[None, :]
+        p_y_j = p_y + SIGN * o_j[:, None] * Y_STRIDE + o_c[None, :]
+        b_y_j = tl.load(p_y_j, mask=m_j, other=0.0).to(tl.float32)
+        b_pairs_j = tl.sum(b_x * b_decay * b_y_j, 1)
+        b_pairs += tl.where(o_i[None, :] == o_j[:, None], b_pairs_j[:, None], 0.0)
+        b_step = load_channel_gates(
+            p_gates, p_g, b_gamma, o_j, length, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA
+        )
+        b_decay = tl.where((o_i == o_j)[:, None], 1.0, b_decay) * tl.exp(b_step)
     return b_pairs
 
 
 @no_type_check
 @triton.jit
 def add_effects(
-    b_row, b_col, b_pairs, b_r, b_scale, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma,
-    length, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
-    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, COL: tl.constexpr,
+    b_row, b_col, b_share, b_pairs, b_r, b_w, b_scale, p_w, W_STRIDE: tl.constexpr, b_gates,
+    p_gates, p_g, b_gamma, length, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
+    FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    FACTOR: tl.constexpr, PRECISION: tl.constexpr, COL: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the effects of the pairs to `row_i`, and `scale`-fold to `col_j`."""
-    o_i = tl.arange(0, BT)
-    b_decay = tl.zeros([BT, BC], tl.float32)
-    for i in range(0, tl.minimum(length, BT)):
-        j = tl.minimum(length, BT) - 1 - i
-        m_j = (o_i == j)[:, None]
-        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_c, mask=o_c < C, other=0.0).to(tl.float32)
-        b_pairs_j = tl.sum(tl.where((o_i == j)[None, :], b_pairs, 0.0), 1)
-        b_effect = b_pairs_j[:, None] * b_decay
-        b_row += b_effect * b_w[None, :]
-        if COL:
-            b_col_j = tl.sum(b_effect * b_r.to(tl.float32), 0) * b_scale
-            b_col += tl.where(m_j, b_col_j[None, :], 0.0)
-        b_step = load_decay(p_gates, p_g, b_gamma, j, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA)
-        b_decay = tl.where(m_j, 1.0, b_decay) * b_step[None, :]
-    return b_row, b_col
+    """Adds the effects of the pairs to `row_i`, and `scale`-fold to `col_j`.
 
-
-@no_type_check
-@triton.jit
-def add_shares(
-    b_share, b_pairs, b_r, p_w, W_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_c,
-    H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
-    FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """Adds to each gate's gradient its share, a sum over the pairs that it stands between.
-
-    It is summed as such: the difference of cumulative sums that equals it has no correct digit
-    where gates are strong.
+    And to each gate's gradient its share, a sum over the pairs that it stands between. It is summed
+    as such: the difference of cumulative sums that equals it has no correct digit where gates are
+    strong.
     """
     o_i = tl.arange(0, BT)
+    b_next = load_channel_gates(
+        p_gates, p_g, b_gamma, o_i + 1, length, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA
+    )
+    for i_piece in range(1, BT // PIECE):
+        i_first = i_piece * PIECE
+        b_to = decays_from_boundary(b_gates, i_first, BT, BC)
+        b_from = decays_to_boundary(b_next, i_first, BT)
+        b_in = tl.dot(b_pairs.to(FACTOR), (b_w * b_from).to(FACTOR), input_precision=PRECISION)
+        b_in *= b_to
+        b_row += b_in
+        if COL:
+            b_out = (b_r * b_to).to(FACTOR)
+            b_out = tl.dot(tl.trans(b_pairs.to(FACTOR)), b_out, input_precision=PRECISION) * b_from
+            b_col += b_out * b_scale
+        if SHARE:
+            # From the boundary on, what is still to come; before it, what has been.
+            b_coming = cumsum_in_pieces(b_r * b_in, BT, BC, True)
+            b_earlier = tl.where(o_i[:, None] > o_i[None, :], 1.0, 0.0)
+            b_been = tl.dot(b_earlier, b_w * b_out, input_precision=PRECISION)
+            b_share += tl.where((o_i < i_first)[:, None], b_been, b_coming)
+
     b_decay = tl.zeros([BT, BC], tl.float32)
-    for i in range(0, tl.minimum(length, BT)):
-        j = tl.minimum(length, BT) - 1 - i
-        b_w = tl.load(p_w + SIGN * j * W_STRIDE + o_c, mask=o_c < C, other=0.0).to(tl.float32)
-        b_pairs_j = tl.sum(tl.where((o_i == j)[None, :], b_pairs, 0.0), 1)
-        b_effect = b_pairs_j[:, None] * b_decay * b_r.to(tl.float32) * b_w[None, :]
-        b_crossing = tl.cumsum(b_effect, 0, reverse=True)
-        b_share += tl.where((o_i > j)[:, None], b_crossing, 0.0)
-        b_step = load_decay(p_gates, p_g, b_gamma, j, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA)
-        b_decay = tl.where((o_i == j)[:, None], 1.0, b_decay) * b_step[None, :]
-    return b_share
+    for i in range(0, PIECE):
+        o_j = o_i // PIECE * PIECE + (PIECE - 1 - i)
+        m_j = (o_j < length)[:, None] & (o_c < C)[None, :]
+        p_w_j = p_w + SIGN * o_j[:, None] * W_STRIDE + o_c[None, :]
+        b_w_j = tl.load(p_w_j, mask=m_j, other=0.0).to(tl.float32)
+        b_pairs_j = tl.sum(tl.where(o_i[None, :] == o_j[:, None], b_pairs, 0.0), 1)
+        b_effect = b_pairs_j[:, None] * b_decay
+        b_row += b_effect * b_w_j
+        if COL:
+            b_crossing = cumsum_in_pieces(b_effect * b_r, BT, BC, True)
+            b_col += tl.where((o_i == o_j)[:, None], b_crossing * b_scale, 0.0)
+        if SHARE:
+            b_share += tl.where((o_i > o_j)[:, None], b_crossing * b_w_j, 0.0)
+        b_step = load_channel_gates(
+            p_gates, p_g, b_gamma, o_j, length, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA
+        )
+        b_decay = tl.where((o_i == o_j)[:, None], 1.0, b_decay) * tl.exp(b_step)
+    return b_row, b_col, b_share
