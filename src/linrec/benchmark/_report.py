@@ -121,6 +121,21 @@ def write_bars(
     _save(figure, path)
 
 
+def write_row_of_bars(path: Path, title: str, bars: dict[str, float], unit: str) -> None:
+    """One bar below the other, each with its name."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1 + 0.25 * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    drawn = axes.barh(list(bars), list(bars.values()))
+    axes.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
+    _save(figure, path)
+
+
 def write_lines(
     path: Path, panels: dict[str, dict[str, dict[int, float]]], unit: str, log_y: bool
 ) -> None:
