@@ -3,6 +3,7 @@
 A sequence shows pairs of a key and a value, then all keys again in another order. At each of
 these the model has to give the value. One small model for each layer learns from sequences with
 different numbers of pairs; then the accuracy on new sequences is plotted against that number.
+Takes about four minutes on two cores.
 """
 
 import argparse

@@ -4,7 +4,7 @@ Requests come in over time, with prompts of different lengths. Prompts that wait
 sequence (`cu_seqlens`) and run together; their states go to free slots. All slots decode together,
 one token of each with every step. A request that is done leaves its slot to the next one. Shapes
 never change, so that two programs are compiled and no more. In the end every answer is compared
-with decoding its prompt alone.
+with decoding its prompt alone. Takes less than a minute.
 """
 
 import argparse
