@@ -106,9 +106,8 @@ def train(model: linrec.nn.LanguageModel, args: argparse.Namespace) -> None:
             speed = args.length / (time.perf_counter() - begin)
             bar.update(task, advance=1, loss=loss, speed=speed)
             bar.console.print(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
-    print(
-        f"peak memory of this process: {peak_memory():,.0f} MiB; before training {before:,.0f} MiB"
-    )
+    print(f"peak memory of this process: {peak_memory():,.0f} MiB")
+    print(f"before training began:       {before:,.0f} MiB")
 
 
 def main() -> None:
