@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
@@ -37,3 +38,9 @@ def test_pages(page):
 @pytest.mark.parametrize("name", [name for name, doc in DOCSTRINGS.items() if "```python" in doc])
 def test_docstrings(name):
     run(DOCSTRINGS[name], name)
+
+
+def test_results():
+    """The tables of `benchmarks.md` are those of the files in `docs/results`."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert runpy.run_path(str(ROOT / "docs" / "results" / "tables.py"))["fill"](page) == page
