@@ -22,7 +22,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", ["dense", "packed-reverse-unbatched"])
-@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("gates", [gates for gates in GATES if gates != "all"])
 def test_gates(gates, layout):
     check(Case(gates, **LAYOUTS[layout]), METHODS["chunked-16"])
 
@@ -42,17 +42,17 @@ def test_methods(method, layout):
 @pytest.mark.parametrize("gates", ["g", "g_gamma", "gk", "all"])
 def test_extreme_gates(gates):
     for strength in ("strong", "-20", "-200", "-inf", "-1e4", "zero"):
-        check(Case(gates, strength=strength, B=1), METHODS["chunked"])
+        check(Case(gates, strength=strength, B=1), METHODS["auto"])
 
 
 @pytest.mark.parametrize("gates", ["g", "g_gamma", "gk", "gv"])
 def test_growing_state(gates):
-    check(Case(gates, strength="growth", B=1, T=40), METHODS["chunked"])
+    check(Case(gates, strength="growth", B=1, T=40), METHODS["auto"])
 
 
 @pytest.mark.parametrize("T", [1, 2, 15, 63, 64, 65, 130])
 def test_lengths(T):
-    check(Case("gk", B=1, T=T, H=1, Hkv=1, K=3, V=7), METHODS["chunked"])
+    check(Case("gk", B=1, T=T, H=1, Hkv=1, K=3, V=7), METHODS["auto"])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
@@ -140,7 +140,7 @@ def test_packed_is_separate():
         assert relative_error(final[n], final_n[0]) < 1e-6
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     gates=st.sampled_from(sorted(GATES)),
     strength=st.sampled_from(["ordinary", "strong", "-inf"]),

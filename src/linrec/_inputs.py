@@ -5,12 +5,16 @@ batched, with a state, with at most one gate of each kind.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+
+# What has a `seq` axis: `q`, `k`, `v`, `g`, `gk`, `gv`.
+Tokens: TypeAlias = tuple[Array, Array, Array, Array | None, Array | None, Array | None]
 
 
 class Inputs(eqx.Module):
@@ -35,6 +39,14 @@ class Inputs(eqx.Module):
     initial_state: Float[Array, "batch num_seqs heads key value"]
     cu_seqlens: Int[Array, " boundaries"] | None
     reverse: bool = eqx.field(static=True)
+
+    @property
+    def tokens(self) -> Tokens:
+        return self.q, self.k, self.v, self.g, self.gk, self.gv
+
+    def gradient(self, tokens: Tokens, g_gamma, scale, initial_state) -> "Inputs":
+        """Gradients in the place of what they are the gradients of."""
+        return Inputs(*tokens, g_gamma, scale, initial_state, None, self.reverse)
 
     @property
     def state_dtype(self) -> jnp.dtype:

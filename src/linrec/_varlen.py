@@ -1,27 +1,51 @@
-"""Where the chunks of packed sequences lie."""
+"""Where the chunks of sequences lie, and how to read and write them in place."""
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
+
+
+class Windows(NamedTuple):
+    """Parts of the sequence axis, in order of time. Part `c` is the tokens `low[c] <= t < high[c]`.
+
+    It is read through the window of `size` tokens that begins at `start[c]`. The window may reach
+    over its part at either end, never over the sequence axis.
+    """
+
+    start: Int[Array, " parts"]
+    low: Int[Array, " parts"]
+    high: Int[Array, " parts"]
+    size: int
+    whole: bool
+    """No window reaches over its part: nothing to mask."""
+
+    def __len__(self) -> int:
+        return self.start.shape[0]
+
+    def load(self, array: Array, c: Int[Array, ""]) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, self.start[c], self.size, axis=1)
+
+    def store(self, array: Array, new: Array, c: Int[Array, ""]) -> Array:
+        new = new.astype(array.dtype)
+        if not self.whole:
+            new = jnp.where(self.valid(c, new.ndim), new, self.load(array, c))
+        return jax.lax.dynamic_update_slice_in_dim(array, new, self.start[c], axis=1)
+
+    def valid(self, c: Int[Array, ""], ndim: int) -> Bool[Array, "..."]:
+        """Which tokens of the window are of the part."""
+        t = self.start[c] + jnp.arange(self.size, dtype=jnp.int32)
+        valid = (self.low[c] <= t) & (t < self.high[c])
+        return valid.reshape(1, -1, *(1,) * (ndim - 2))
 
 
 class Chunks(NamedTuple):
-    """Chunk `c` holds the tokens `low[c] <= t < high[c]` of sequence `sequence[c]`.
+    """Chunk `c` is a part of sequence `sequence[c]`. Those from `used` on are empty."""
 
-    It is read through the window of `size` tokens that begins at `start[c]`. The window may reach
-    over its chunk at either end, never over the sequence axis. Chunks are in order of time; those
-    from `used` on are empty.
-    """
-
+    windows: Windows
     sequence: Int[Array, " chunks"]
-    start: Int[Array, " chunks"]
-    low: Int[Array, " chunks"]
-    high: Int[Array, " chunks"]
     used: Int[Array, ""]
-
-    def __len__(self) -> int:
-        return self.sequence.shape[0]
 
 
 def plan_chunks(
@@ -32,15 +56,15 @@ def plan_chunks(
     The number of chunks depends on shapes only, so that one compilation serves every packing: `N`
     sequences need at most `T // size + N`.
     """
+    dense = cu_seqlens is None
     if cu_seqlens is None:
         number = -(-T // size)
         cu_seqlens = jnp.array([0, T], jnp.int32)
     else:
         number = T // size + cu_seqlens.shape[0] - 1
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-    last = jnp.cumsum(
-        -(-(end - begin) // size), dtype=jnp.int32
-    )  # one past the last chunk of each sequence
+    # One past the last chunk of each sequence.
+    last = jnp.cumsum(-(-(end - begin) // size), dtype=jnp.int32)
     index = jnp.arange(number, dtype=jnp.int32)
     sequence = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
     spare = sequence == begin.shape[0]
@@ -56,7 +80,20 @@ def plan_chunks(
         high = jnp.minimum(low + size, end[sequence])
         start = jnp.minimum(low, T - size)
     high = jnp.where(spare, low, high)
-    return Chunks(sequence, jnp.where(spare, 0, start), low, high, last[-1])
+    start = jnp.where(spare, 0, start)
+    return Chunks(Windows(start, low, high, size, dense and T % size == 0), sequence, last[-1])
+
+
+def plan_pieces(T: int, size: int, reverse: bool) -> Windows:
+    """Cuts the whole axis, whatever sequences lie on it.
+
+    If one piece is short, it is the first in memory: what its window reaches over comes after it,
+    where padding is.
+    """
+    end = jnp.arange(T, 0, -size, dtype=jnp.int32)
+    end = end if reverse else end[::-1]
+    begin = jnp.maximum(end - size, 0)
+    return Windows(begin, begin, end, size, T % size == 0)
 
 
 def sequence_of_token(cu_seqlens: Int[Array, " boundaries"] | None, T: int) -> Int[Array, " seq"]:

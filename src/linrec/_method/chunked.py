@@ -7,11 +7,11 @@ from typing import NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from .._inputs import Inputs
 from .._transform import fold_vmap
-from .._varlen import Chunks, plan_chunks
+from .._varlen import Chunks, plan_chunks, Windows
 from ._chunk import Chunk, chunk_forms
 from .base import AbstractMethod
 
@@ -69,12 +69,12 @@ def _forward(block: int, keep_states: bool, all_chunks: bool, rows: Inputs, cu_s
     """Walks the chunks in order of time; the table holds the state each sequence has reached."""
     walk = _Walk.plan(block, rows, cu_seqlens)
     B, _, H, K, V = rows.initial_state.shape
-    states = rows.zeros((B, len(walk.chunks), H, K, V), rows.state_dtype) if keep_states else None
+    states = rows.zeros((B, len(walk.windows), H, K, V), rows.state_dtype) if keep_states else None
 
     def body(c, carry):
         output, table, states = carry
         n = walk.chunks.sequence[c]
-        chunk = walk.prepare(c, walk.load(_tokens(rows), c), _at(rows.g_gamma, n), rows.scale)
+        chunk = walk.prepare(c, walk.load(rows.tokens, c), _at(rows.g_gamma, n), rows.scale)
         h = _at(table, n)
         if keep_states:
             states = _put(states, h, c)
@@ -102,7 +102,7 @@ def _backward(block: int, all_chunks: bool, rows, cu_seqlens):
         n = walk.chunks.sequence[c]
         chunk, unprepare = jax.vjp(
             partial(walk.prepare, c),
-            walk.load(_tokens(rows), c),
+            walk.load(rows.tokens, c),
             _at(rows.g_gamma, n),
             rows.scale,
         )
@@ -116,9 +116,8 @@ def _backward(block: int, all_chunks: bool, rows, cu_seqlens):
         return d_tokens, d_gamma, d_scale + d_scale_n, _put(d_table, d_h, n)
 
     zeros_like = partial(jax.tree.map, lambda x: rows.zeros(x.shape, x.dtype))
-    carry = (*zeros_like((_tokens(rows), rows.g_gamma, rows.scale)), d_final)
-    (q, k, v, g, gk, gv), g_gamma, scale, initial_state = jax.lax.fori_loop(0, steps, body, carry)
-    return Inputs(q, k, v, g, gk, gv, g_gamma, scale, initial_state, None, rows.reverse)
+    carry = (*zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final)
+    return rows.gradient(*jax.lax.fori_loop(0, steps, body, carry))
 
 
 def _pull_back(form, chunk, h, cotangents):
@@ -126,14 +125,11 @@ def _pull_back(form, chunk, h, cotangents):
 
 
 class _Walk(NamedTuple):
-    """How to read and write chunks of arrays of shape `(B, T, ...)`."""
+    """How to read and write chunks of arrays of shape `(B, T, ...)`, in order of time."""
 
     chunks: Chunks
-    size: int
     groups: int
     dense: bool
-    whole: bool
-    """No window reaches over its chunk: nothing to mask."""
     reverse: bool
     dtype: jnp.dtype
     precision: jax.lax.Precision
@@ -143,49 +139,37 @@ class _Walk(NamedTuple):
     def plan(block: int, rows: Inputs, cu_seqlens) -> "_Walk":
         T = rows.q.shape[1]
         size = min(block, 1 << (T.bit_length() - 1))
-        dense = cu_seqlens is None
         return _Walk(
             plan_chunks(cu_seqlens, T, size, rows.reverse),
-            size,
             rows.q.shape[2] // rows.k.shape[2],
-            dense,
-            dense and T % size == 0,
+            cu_seqlens is None,
             rows.reverse,
             rows.state_dtype,
             rows.precision,
             chunk_forms(size, rows.gk is not None or rows.gv is not None),
         )
 
-    def steps(self, all_chunks: bool) -> int | Int[Array, ""]:
-        return len(self.chunks) if self.dense or all_chunks else self.chunks.used
+    @property
+    def windows(self) -> Windows:
+        return self.chunks.windows
 
-    def window(self, array: Array, c: Int[Array, ""]) -> Array:
-        return jax.lax.dynamic_slice_in_dim(array, self.chunks.start[c], self.size, axis=1)
+    def steps(self, all_chunks: bool) -> int | Int[Array, ""]:
+        return len(self.windows) if self.dense or all_chunks else self.chunks.used
 
     def in_time(self, array: Array) -> Array:
         return jnp.flip(array, axis=1) if self.reverse else array
 
     def load(self, arrays, c: Int[Array, ""]):
-        return jax.tree.map(lambda x: self.in_time(self.window(x, c)), arrays)
+        return jax.tree.map(lambda x: self.in_time(self.windows.load(x, c)), arrays)
 
     def store(self, array: Array, new: Array, c: Int[Array, ""]) -> Array:
-        new = self.in_time(new.astype(array.dtype))
-        if not self.whole:
-            new = jnp.where(self.valid(c, new.ndim), new, self.window(array, c))
-        return jax.lax.dynamic_update_slice_in_dim(array, new, self.chunks.start[c], axis=1)
-
-    def valid(self, c: Int[Array, ""], ndim: int) -> Bool[Array, "..."]:
-        """Which tokens of the window belong to the chunk, as they lie in memory."""
-        t = self.chunks.start[c] + jnp.arange(self.size, dtype=jnp.int32)
-        valid = (self.chunks.low[c] <= t) & (t < self.chunks.high[c])
-        return valid.reshape(1, -1, *(1,) * (ndim - 2))
+        return self.windows.store(array, self.in_time(new), c)
 
     def mask(self, x: Array, c: Int[Array, ""]) -> Array:
         """Zeros where a token is not of the chunk: no key, no value, no decay."""
-        if self.whole:
+        if self.windows.whole:
             return x
-        valid = self.valid(c, x.ndim)
-        valid = self.in_time(valid)
+        valid = self.in_time(self.windows.valid(c, x.ndim))
         return jnp.where(valid, x, jnp.zeros_like(x))
 
     def prepare(self, c: Int[Array, ""], tokens, g_gamma, scale) -> Chunk:
@@ -203,7 +187,7 @@ class _Walk(NamedTuple):
             scalar = g[..., None].astype(self.dtype)
         if g_gamma is not None:
             fixed = g_gamma[:, None, :, None]
-            shape = (q.shape[0], self.size, q.shape[2], 1)
+            shape = (*q.shape[:3], 1)
             scalar = jnp.broadcast_to(fixed, shape) if scalar is None else scalar + fixed
         return Chunk(
             heads_first(q) * scale[:, None, None, None],
@@ -214,10 +198,6 @@ class _Walk(NamedTuple):
             None if gv is None else heads_first(gv),
             self.precision,
         )
-
-
-def _tokens(rows: Inputs):
-    return rows.q, rows.k, rows.v, rows.g, rows.gk, rows.gv
 
 
 def _at(arrays, index: Int[Array, ""]):

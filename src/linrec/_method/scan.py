@@ -28,7 +28,7 @@ class Scan(AbstractMethod):
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         T = inputs.q.shape[1]
         sequence = sequence_of_token(inputs.cu_seqlens, T)
-        xs = (sequence, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), _tokens(inputs)))
+        xs = (sequence, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), inputs.tokens))
         # One row of the table per sequence; padding, made zeros, writes to a row of its own.
         padding = ((0, 0), (0, 1), (0, 0), (0, 0), (0, 0))
         table = jnp.pad(inputs.initial_state, padding)
@@ -41,7 +41,7 @@ class Scan(AbstractMethod):
             n, token = x
             token = jax.tree.map(lambda x: jnp.where(n < N, x, jnp.zeros_like(x)), token)
             gamma = None if g_gamma is None else g_gamma[:, n]
-            o, h = _step(table[:, n], token, gamma, inputs.scale, inputs.precision)
+            o, h = _step(table[:, n], token, gamma, inputs.scale)
             return table.at[:, n].set(h), o
 
         table, output = jax.lax.scan(body, table, xs, reverse=inputs.reverse)
@@ -117,9 +117,9 @@ def _one_token(batched: bool, inputs: Inputs) -> tuple[Array, Array]:
     # Without a batch axis where the caller has none: on a CPU, XLA updates the state in place only
     # if no axis comes and goes on the way. Decoding under `vmap` is several times faster for it.
     at = (slice(None), 0) if batched else (0, 0)
-    token = jax.tree.map(lambda x: x[at], _tokens(inputs))
+    token = jax.tree.map(lambda x: x[at], inputs.tokens)
     gamma = None if inputs.g_gamma is None else inputs.g_gamma[at]
-    return _step(inputs.initial_state[at], token, gamma, inputs.scale[at[:1]], inputs.precision)
+    return _step(inputs.initial_state[at], token, gamma, inputs.scale[at[:1]])
 
 
 def _rows_of_one_token(inputs: Inputs) -> tuple[Array, Array]:
@@ -133,11 +133,7 @@ def _decode(method: Triton, batched: bool, inputs: Inputs) -> tuple[Array, Array
     return o[at], h[at]
 
 
-def _tokens(inputs: Inputs):
-    return inputs.q, inputs.k, inputs.v, inputs.g, inputs.gk, inputs.gv
-
-
-def _step(h, token, g_gamma, scale, precision):
+def _step(h, token, g_gamma, scale):
     """One token of every row: `h` is `(*B, H, K, V)`, `q` is `(*B, H, K)`, `scale` is `(*B,)`."""
     q, k, v, g, gk, gv = token
     wide = lambda x: x.astype(h.dtype)
@@ -152,4 +148,5 @@ def _step(h, token, g_gamma, scale, precision):
     k, v_of_head = (jnp.repeat(wide(x), groups, axis=-2) for x in (k, v))
     h = h + k[..., None] * v_of_head[..., None, :]
     q = wide(q) * scale[..., None, None]
-    return jnp.einsum("...hk,...hkv->...hv", q, h, precision=precision).astype(v.dtype), h
+    # A sum, not a product of a matrix: on a CPU, XLA reads the state with all cores.
+    return jnp.sum(q[..., None] * h, -2).astype(v.dtype), h

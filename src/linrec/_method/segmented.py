@@ -1,9 +1,16 @@
+"""Bounded memory: another method on one piece of the sequence axis after the other."""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Int
 
-from .._inputs import Inputs
+from .._inputs import Inputs, Tokens
+from .._varlen import plan_pieces, Windows
 from .auto import Auto
 from .base import AbstractMethod
 
@@ -11,10 +18,12 @@ from .base import AbstractMethod
 class Segmented(AbstractMethod):
     """Bounded memory: another method on one piece of the sequence axis after the other.
 
-    A checkpointed `jax.lax.scan` over pieces of `chunk_size` tokens that carries the state. What
-    is kept for the backward pass is the state before each piece; everything else is computed again,
-    one piece at a time. `linrec.recurrent(..., chunk_size=n, method=m)` is
+    A loop over pieces of `chunk_size` tokens that carries the state. What is kept for the backward
+    pass is the state before each piece; everything else is computed again, one piece at a time.
+    `linrec.recurrent(..., chunk_size=n, method=m)` is
     `linrec.recurrent(..., method=linrec.Segmented(n, m))`.
+
+    Has reverse-mode derivatives of every order. For forward mode use [`linrec.Scan`][].
     """
 
     chunk_size: int = eqx.field(static=True)
@@ -27,60 +36,101 @@ class Segmented(AbstractMethod):
                 f"{self.chunk_size}."
             )
 
-    @property
-    def has_forward_mode(self) -> bool:
-        return self.method.has_forward_mode
-
     def unsupported(self, inputs: Inputs) -> str | None:
         return self.method.unsupported(inputs)
 
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
-        T, size = inputs.q.shape[1], self.chunk_size
-        if size >= T:
+        if self.chunk_size >= inputs.q.shape[1]:
             return self.method(inputs)
-        pieces = -(-T // size)
-        ragged = inputs.cu_seqlens is not None or T % size != 0
-        bounds = jnp.array([0, T], jnp.int32) if inputs.cu_seqlens is None else inputs.cu_seqlens
-        tokens = (inputs.q, inputs.k, inputs.v, inputs.g, inputs.gk, inputs.gv)
+        rows = dataclasses.replace(inputs, cu_seqlens=None)
+        return _run(self, rows, inputs.cu_seqlens)
 
-        def cut(x: Array) -> Array:
-            x = jnp.pad(x, ((0, 0), (0, pieces * size - T), *((0, 0),) * (x.ndim - 2)))
-            return jnp.moveaxis(x.reshape(x.shape[0], pieces, size, *x.shape[2:]), 1, 0)
 
-        def crosses(boundary):
-            """Which sequence, one at most, goes on over the boundary between two pieces."""
-            return (bounds[:-1] < boundary) & (boundary < bounds[1:])
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _run(segmented, rows, cu_seqlens):
+    return _run_forward(segmented, rows, cu_seqlens)[0]
 
-        @jax.checkpoint
-        def run_piece(h, x):
-            """`h` is the state of the sequence that comes in over the boundary."""
-            piece, (q, k, v, g, gk, gv) = x
-            begin, end = piece * size, (piece + 1) * size
-            entry, exit = (end, begin) if inputs.reverse else (begin, end)
-            # Sequences that have no token in this piece are empty in it.
-            local_bounds = jnp.clip(bounds - begin, 0, size)
-            initial_state = jnp.where(
-                crosses(entry)[None, :, None, None, None], h[:, None], inputs.initial_state
-            )
-            output, state = self.method(
-                Inputs(
-                    q, k, v, g, gk, gv,
-                    inputs.g_gamma,
-                    inputs.scale,
-                    initial_state,
-                    local_bounds if ragged else None,
-                    inputs.reverse,
-                )
-            )  # fmt: skip
-            return output, state, jnp.diff(local_bounds) > 0, state[:, jnp.argmax(crosses(exit))]
 
-        def body(carry, x):
-            h, final_state = carry
-            output, state, touched, h = run_piece(h, x)
-            return (h, jnp.where(touched[None, :, None, None, None], state, final_state)), output
+def _run_forward(segmented, rows, cu_seqlens):
+    """Walks the pieces in order of time; the table holds the state each sequence has reached.
 
-        carry = (inputs.initial_state[:, 0], inputs.initial_state)
-        xs = (jnp.arange(pieces, dtype=jnp.int32), jax.tree.map(cut, tokens))
-        (_, final_state), output = jax.lax.scan(body, carry, xs, reverse=inputs.reverse)
-        output = jnp.moveaxis(output, 0, 1).reshape(-1, pieces * size, *inputs.output_shape[2:])
-        return output[:, :T], final_state
+    Of the table, one state at most is not the sequence's initial one and still needed: that of the
+    sequence which goes on from the piece before. It alone is kept.
+    """
+    pieces = _Pieces.plan(segmented, rows, cu_seqlens)
+    B, _, H, K, V = rows.initial_state.shape
+
+    def body(c, carry):
+        output, table, kept = carry
+        entering = jnp.sum(jnp.where(pieces.goes_on(c), table, 0), axis=1)
+        kept = jax.lax.dynamic_update_index_in_dim(kept, entering, c, axis=1)
+        o, table = pieces.run(c, pieces.load(rows, c), rows.g_gamma, rows.scale, table)
+        return pieces.windows.store(output, o, c), table, kept
+
+    output = rows.zeros(rows.output_shape, rows.v.dtype)
+    kept = rows.zeros((B, len(pieces.windows), H, K, V), rows.state_dtype)
+    carry = (output, rows.initial_state, kept)
+    output, table, kept = jax.lax.fori_loop(0, len(pieces.windows), body, carry)
+    return (output, table), (rows, kept, cu_seqlens)
+
+
+def _run_backward(segmented, residuals, cotangents):
+    """Walks the pieces back; the table holds the gradient of the state each sequence has reached.
+
+    The gradient of a piece is that of its method, from the state the forward pass kept.
+    """
+    rows, kept, cu_seqlens = residuals
+    d_output, d_final = cotangents
+    pieces = _Pieces.plan(segmented, rows, cu_seqlens)
+    last = len(pieces.windows) - 1
+
+    def body(i, carry):
+        d_tokens, d_gamma, d_scale, d_table = carry
+        c = last - i
+        entering = jax.lax.dynamic_index_in_dim(kept, c, axis=1)
+        table = jnp.where(pieces.goes_on(c), entering, rows.initial_state)
+        _, pull_back = jax.vjp(
+            partial(pieces.run, c), pieces.load(rows, c), rows.g_gamma, rows.scale, table
+        )
+        new, d_gamma_c, d_scale_c, d_table = pull_back((pieces.windows.load(d_output, c), d_table))
+        d_tokens = jax.tree.map(lambda x, y: pieces.windows.store(x, y, c), d_tokens, new)
+        d_gamma = None if d_gamma is None else d_gamma + d_gamma_c
+        return d_tokens, d_gamma, d_scale + d_scale_c, d_table
+
+    zeros_like = partial(jax.tree.map, lambda x: rows.zeros(x.shape, x.dtype))
+    carry = (*zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final)
+    return rows.gradient(*jax.lax.fori_loop(0, last + 1, body, carry)), None
+
+
+_run.defvjp(_run_forward, _run_backward)
+
+
+class _Pieces(NamedTuple):
+    method: AbstractMethod
+    windows: Windows
+    bounds: Int[Array, " boundaries"]
+    packed: bool
+    reverse: bool
+
+    @staticmethod
+    def plan(segmented: Segmented, rows: Inputs, cu_seqlens) -> "_Pieces":
+        T = rows.q.shape[1]
+        windows = plan_pieces(T, segmented.chunk_size, rows.reverse)
+        bounds = jnp.array([0, T], jnp.int32) if cu_seqlens is None else cu_seqlens
+        packed = cu_seqlens is not None or not windows.whole
+        return _Pieces(segmented.method, windows, bounds, packed, rows.reverse)
+
+    def goes_on(self, c: Int[Array, ""]) -> Bool[Array, "1 num_seqs 1 1 1"]:
+        """Which sequence, one at most, goes on into piece `c` from the piece before."""
+        boundary = (self.windows.high if self.reverse else self.windows.low)[c]
+        goes_on = (self.bounds[:-1] < boundary) & (boundary < self.bounds[1:])
+        return goes_on[None, :, None, None, None]
+
+    def load(self, rows: Inputs, c: Int[Array, ""]) -> Tokens:
+        return jax.tree.map(lambda x: self.windows.load(x, c), rows.tokens)
+
+    def run(self, c: Int[Array, ""], tokens: Tokens, g_gamma, scale, table) -> tuple[Array, Array]:
+        """Sequences that have no token in the piece are empty in it: their states stay."""
+        begin, end = self.windows.low[c], self.windows.high[c]
+        bounds = jnp.clip(self.bounds, begin, end) - begin if self.packed else None
+        return self.method(Inputs(*tokens, g_gamma, scale, table, bounds, self.reverse))

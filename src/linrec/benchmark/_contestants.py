@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 import linrec
 
-from ._baselines import CHUNK, chunk_scan, plain_scan
+from ._baselines import CHUNK, chunk_scan, plain_scan, products
 from ._cases import Case
 from ._programs import compile_jax, Inputs, Program
 
@@ -38,6 +38,8 @@ CHUNK_SCAN = Contestant(
     chunk_scan,
     lambda case: f"wants a multiple of {CHUNK} tokens" if case.length % CHUNK else None,
 )
+# No answer, but the time below which the chunk form cannot get.
+PRODUCTS = Contestant("products alone", products, CHUNK_SCAN.unsupported, same_maths=False)
 
 
 def linrec_method(text: str, chunk_size: int | None = None) -> Contestant:
@@ -60,7 +62,7 @@ def linrec_method(text: str, chunk_size: int | None = None) -> Contestant:
 
 def choose(methods: Sequence[str], peers: Sequence[str] | None) -> list[Contestant]:
     """`peers` are names, none for all of them, `None` for none of them."""
-    chosen = [BASELINE, CHUNK_SCAN, *map(linrec_method, methods)]
+    chosen = [BASELINE, CHUNK_SCAN, PRODUCTS, *map(linrec_method, methods)]
     if peers is None:
         return chosen
     from ._peers import PEERS

@@ -102,13 +102,16 @@ def _step(args: argparse.Namespace) -> Callable[[], None]:
 
 
 def _layers(args: argparse.Namespace) -> list[nn.AbstractMixer]:
-    H, K, V = args.num_heads, args.key_size, args.value_size
-    key = jax.random.key(0)
+    sizes = {"num_heads": args.num_heads, "key_size": args.key_size, "value_size": args.value_size}
+    sizes["key"] = jax.random.key(0)
     return [
-        nn.LinearAttention(args.size, H, key_size=K, value_size=V, normalise=False, key=key),
-        nn.GatedLinearAttention(args.size, H, key_size=K, value_size=V, key=key),
-        nn.Retention(args.size, H, key_size=K, value_size=V, key=key),
-        nn.Mamba2(args.size, H, key_size=K, value_size=V, key=key),
+        nn.LinearAttention(args.size, normalise=False, **sizes),
+        nn.GatedLinearAttention(args.size, **sizes),
+        nn.SimpleGatedLinearAttention(args.size, **sizes),
+        nn.LightningAttention(args.size, layer_idx=0, num_layers=2, **sizes),
+        nn.Retention(args.size, **sizes),
+        nn.HGRN2(args.size, **sizes),
+        nn.Mamba2(args.size, **sizes),
     ]
 
 
