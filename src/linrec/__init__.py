@@ -8,6 +8,7 @@ from ._method.base import AbstractMethod as AbstractMethod
 from ._method.chunked import Chunked as Chunked
 from ._method.scan import Scan as Scan, step as step
 from ._method.segmented import Segmented as Segmented
+from ._method.sequence_parallel import SequenceParallel as SequenceParallel
 from ._method.triton import Triton as Triton
 from ._recurrent import (
     lightning_attn as lightning_attn,

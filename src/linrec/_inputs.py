@@ -164,7 +164,7 @@ def canonicalise(
                 f"{cu_seqlens.shape}.",
             )
         N = cu_seqlens.shape[0] - 1
-        cu_seqlens = _check_boundaries(name, cu_seqlens.astype(jnp.int32), T)
+        cu_seqlens = check_boundaries(name, cu_seqlens.astype(jnp.int32), T)
 
     compute_dtype = jnp.float64 if jnp.float64 in (query.dtype, key.dtype, value.dtype) else None
     compute_dtype = jnp.dtype(compute_dtype or jnp.float32)
@@ -255,8 +255,14 @@ def _add_gates(gk: Array, g: Array, dtype: jnp.dtype) -> Array:
     return gk.astype(dtype) + g.astype(dtype)
 
 
-def _check_boundaries(name: str, cu_seqlens: Array, T: int) -> Array:
-    """The values of `cu_seqlens` are known only when the program runs."""
+def check_boundaries(name: str, cu_seqlens: Array, T: int) -> Array:
+    """The values of `cu_seqlens` are known only when the program runs.
+
+    Inside `jax.shard_map` they go unchecked: there, devices would have to raise one by one, which
+    `equinox.error_if` does not do.
+    """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return cu_seqlens
     problems = (
         (cu_seqlens[0] != 0, "has to start at 0"),
         (jnp.any(jnp.diff(cu_seqlens) < 0), "must not decrease"),

@@ -7,6 +7,7 @@ from ._inputs import canonicalise
 from ._method.auto import Auto
 from ._method.base import AbstractMethod
 from ._method.segmented import Segmented
+from ._method.sequence_parallel import SequenceParallel
 from ._transform import reverse_mode_only
 from ._types import (
     CuSeqlens,
@@ -211,7 +212,11 @@ def _check_method(method: Any, chunk_size: Any) -> AbstractMethod:
         hint = f" Did you mean `linrec.{method.__name__}()`?" if isinstance(method, type) else ""
         raise ValueError(
             "`linrec.recurrent(..., method=...)` expects one of `linrec.Auto()`, `linrec.Scan()`, "
-            "`linrec.Chunked()`, `linrec.Triton()`, `linrec.Segmented(...)`, but got "
-            f"{method!r}.{hint}"
+            "`linrec.Chunked()`, `linrec.Triton()`, `linrec.Segmented(...)`, "
+            f"`linrec.SequenceParallel(...)`, but got {method!r}.{hint}"
         )
-    return method if chunk_size is None else Segmented(chunk_size, method)
+    if chunk_size is None:
+        return method
+    if isinstance(method, SequenceParallel):
+        return method.in_pieces(chunk_size)
+    return Segmented(chunk_size, method)

@@ -1,12 +1,16 @@
-"""How a method behaves under `jax.vmap` and under differentiation."""
+"""How a method behaves under `jax.vmap`, under differentiation and on several devices."""
 
+import itertools
+import math
 from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
 
 def fold_vmap(function, differentiable=None):
@@ -15,14 +19,13 @@ def fold_vmap(function, differentiable=None):
     `function(rows, shared)` takes and returns pytrees of arrays; all but those in `shared` have the
     batch axis first. A plain `vmap` would turn a branch that is taken or left at run time into one
     that is always taken. Where `shared` itself is mapped over, the calls run one after the other.
+    Rows and heads that are sharded stay where they are, see `_by_device`.
 
     The result can be differentiated in reverse, again and again; where `function` itself cannot,
     `differentiable` is the same function in a form that can.
     """
 
-    @jax.custom_batching.custom_vmap
-    def call(rows, shared):
-        return function(rows, shared)
+    call = jax.custom_batching.custom_vmap(_by_device(function))
 
     @call.def_vmap
     def rule(size, is_mapped, rows, shared):
@@ -62,6 +65,64 @@ def fold_vmap(function, differentiable=None):
 
     call_with_vjp.defvjp(forward, backward)
     return call_with_vjp
+
+
+def _by_device(function):
+    """Makes every device run `function` on the rows and heads that it holds.
+
+    `function` is as in `fold_vmap`. The first two arrays of `rows` are the query and the key. The
+    third axis of arrays, and of results, is that of the heads; results without one are sums over
+    the heads. Left to itself, XLA would ask all devices which branch to take, and gather the
+    operands of a kernel.
+    """
+
+    def run(rows, shared):
+        leaves, tree = jax.tree.flatten(rows)
+        heads, kv_heads = leaves[0].shape[2], leaves[1].shape[2]
+
+        @custom_partitioning
+        def call(leaves, shared):
+            return function(tree.unflatten(leaves), shared)
+
+        def partition(mesh, arguments, results):
+            split = leading_spec(mesh, arguments[0][0].sharding.spec)
+            place = lambda x: NamedSharding(mesh, PartitionSpec(*split[: len(x.shape)]))
+            whole = lambda _: NamedSharding(mesh, PartitionSpec())
+
+            def local(leaves, shared):
+                add = lambda x: x if x.ndim > 2 or not split[2] else jax.lax.psum(x, split[2])
+                return jax.tree.map(add, function(tree.unflatten(leaves), shared))
+
+            arguments = (jax.tree.map(place, arguments[0]), jax.tree.map(whole, arguments[1]))
+            return mesh, local, jax.tree.map(place, results), arguments
+
+        def leading_spec(mesh, spec):
+            """How all arrays are split: as the query, by what the heads of the key can be too."""
+            names = (spec[2],) if isinstance(spec[2], str) else spec[2] or ()
+            divides = kv_heads % math.prod(mesh.shape[name] for name in names) == 0
+            return spec[0], None, names if divides else ()
+
+        def rule(mesh, arguments, results):
+            """Axes of one name are split alike: what is known of one array is passed to others."""
+            del mesh
+            fresh = (f"axis{i}" for i in itertools.count())
+
+            def axes(x, in_rows=True):
+                names = [next(fresh) for _ in x.shape]
+                if in_rows:
+                    names[0] = "batch"
+                    if len(names) > 2:
+                        names[2] = "head" if x.shape[2] == kv_heads else "(head group)"
+                return " ".join(names)
+
+            arguments = (axes(x, i < len(leaves)) for i, x in enumerate(arguments))
+            text = f"{', '.join(arguments)} -> {', '.join(map(axes, results))}"
+            return text, {"group": heads // kv_heads} if heads > kv_heads else {}
+
+        call.def_partition(partition, sharding_rule=rule)
+        return call(leaves, shared)
+
+    return run
 
 
 def reverse_mode_only(tree, message: str):

@@ -59,7 +59,7 @@ def plan_chunks(
     dense = cu_seqlens is None
     if cu_seqlens is None:
         number = -(-T // size)
-        cu_seqlens = jnp.array([0, T], jnp.int32)
+        cu_seqlens = T * jnp.arange(2, dtype=jnp.int32)
     else:
         number = T // size + cu_seqlens.shape[0] - 1
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
@@ -103,3 +103,36 @@ def sequence_of_token(cu_seqlens: Int[Array, " boundaries"] | None, T: int) -> I
     return jnp.searchsorted(cu_seqlens[1:], jnp.arange(T, dtype=jnp.int32), side="right").astype(
         jnp.int32
     )
+
+
+class Piece(NamedTuple):
+    """The tokens `begin <= t < begin + size` of an axis on which sequences are packed.
+
+    One sequence at most comes in over the boundary where the piece is entered, and one at most goes
+    out over the other. Which is which depends on the direction of time.
+    """
+
+    bounds: Int[Array, " boundaries"]
+    """Of the sequences on the whole axis."""
+    begin: Int[Array, ""]
+    size: int
+    reverse: bool
+
+    @property
+    def cu_seqlens(self) -> Int[Array, " boundaries"]:
+        """Of the sequences inside the piece: those that have no token in it are empty."""
+        return jnp.clip(self.bounds - self.begin, 0, self.size)
+
+    def comes_in(self) -> Bool[Array, " num_seqs"]:
+        return self._crosses(self.begin + self.size if self.reverse else self.begin)
+
+    def goes_out(self) -> Bool[Array, " num_seqs"]:
+        return self._crosses(self.begin if self.reverse else self.begin + self.size)
+
+    def _crosses(self, boundary: Int[Array, ""]) -> Bool[Array, " num_seqs"]:
+        return (self.bounds[:-1] < boundary) & (boundary < self.bounds[1:])
+
+    def ends(self, pieces: int) -> Bool[Array, " num_seqs"]:
+        """Which sequences end in this one of so many pieces. Empty ones do so in one of them too."""
+        last = self.bounds[:-1] if self.reverse else self.bounds[1:] - 1
+        return jnp.clip(last // self.size, 0, pieces - 1) == self.begin // self.size

@@ -19,9 +19,14 @@ class StepMemory(NamedTuple):
 
 def h100() -> jax.sharding.Sharding:
     """Where to compile for. Needs `XLA_FLAGS=--xla_gpu_autotune_level=0`: nothing can be timed."""
+    return jax.sharding.SingleDeviceSharding(h100_devices()[0])
+
+
+def h100_devices() -> list[jax.Device]:
+    """Eight of them, that programs can be compiled for."""
     description = (Path(__file__).parent / "h100.txtpb").read_text()
     topology = topologies.get_topology_desc("", "cuda", target_config=description, topology="1x1x8")
-    return jax.sharding.SingleDeviceSharding(topology.devices[0])
+    return topology.devices
 
 
 def step_memory(

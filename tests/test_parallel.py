@@ -1,0 +1,158 @@
+"""The sequence axis over several devices, against one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import linrec
+from linrec._method import sequence_parallel
+
+from .helpers import assert_close, Case, check, evaluate, GATES, METHODS, PACKING, reference
+
+
+def make_mesh(**axes: int):
+    devices = jax.devices()[: functools.reduce(int.__mul__, axes.values())]
+    types = (AxisType.Auto,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
+
+
+def parallel(shards: int, method=METHODS["scan"], **options):
+    return linrec.SequenceParallel(method, make_mesh(seq=shards), "seq", **options)
+
+
+# Sequences that cross no boundary of a shard, one, and several.
+PACKINGS = {"dense": None, "packed": PACKING}
+ONE_ROW = Case(B=1, T=96)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
+@pytest.mark.parametrize("gates", [name for name in GATES if "and" not in name])
+def test_every_gate(gates, packing, reverse):
+    case = ONE_ROW._replace(gates=gates, packing=packing, reverse=reverse)
+    for shards in (1, 2, 4, 8):
+        check(case, parallel(shards))
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
+def test_log_steps(packing):
+    case = ONE_ROW._replace(gates="all", packing=packing)
+    for shards in (2, 4, 8):
+        check(case, parallel(shards, exchange="log_step"))
+
+
+@pytest.mark.parametrize("method", ["chunked-16", "segmented", "auto", "triton"])
+def test_every_method(method):
+    check(Case("gk-and-g_gamma", B=2, T=96), parallel(2, METHODS[method]))
+
+
+@pytest.mark.parametrize("T", [1, 7, 13, 100])
+def test_lengths_that_do_not_divide(T):
+    check(Case("gk", T=T), parallel(8))
+
+
+@pytest.mark.parametrize("strength", ["strong", "-200", "-inf", "-1e4", "growth"])
+def test_gates_of_any_strength(strength):
+    check(ONE_ROW._replace(gates="all", strength=strength), parallel(4))
+
+
+def test_gates_that_cancel():
+    """Over a shard the decay of the keys is e^256, that of the values e^-256."""
+    case = Case("gk", B=1, T=512)
+    arguments = case.arguments()
+    grow = jnp.full_like(arguments["gk"], 2.0)
+    arguments |= {"gk": grow, "gv": jnp.full((1, 512, 4, 5), -2.0, grow.dtype)}
+    expected = evaluate(
+        {name: x.astype(jnp.float64) for name, x in arguments.items()},
+        case.options(),
+        linrec.Scan(),
+    )
+    assert_close(evaluate(arguments, case.options(), parallel(4)), expected, "float32", {})
+
+
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_dtypes(dtype):
+    check(ONE_ROW._replace(gates="all", dtype=dtype), parallel(2))
+
+
+def test_with_batch_and_heads():
+    mesh = make_mesh(data=2, model=2, seq=2)
+    method = linrec.SequenceParallel(
+        METHODS["chunked-16"], mesh, "seq", batch_axis="data", head_axis="model"
+    )
+    check(Case("all", T=96), method)
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
+def test_two_by_two_with_batch(packing):
+    """Rows under `vmap` are sharded by the name that it is given."""
+    method = linrec.SequenceParallel(METHODS["scan"], make_mesh(data=2, seq=2), "seq")
+    case = ONE_ROW._replace(gates="all", packing=packing)
+    rows = [case._replace(seed=seed) for seed in range(2)]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(row.arguments() for row in rows))
+    sharded = jax.device_put(
+        stacked, NamedSharding(method.mesh, PartitionSpec("data"))
+    )
+    run = lambda arguments: evaluate(arguments, case.options(), method)
+    actual = jax.jit(jax.vmap(run, spmd_axis_name="data"))(sharded)
+    for i, row in enumerate(rows):
+        assert_close(jax.tree.map(lambda x, i=i: x[i], actual), reference(row), "float32", {})
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("exchange", ["all_gather", "log_step"])
+def test_without_the_exchange_it_fails(monkeypatch, exchange):
+    case = ONE_ROW._replace(gates="gk", V=3)
+    method = parallel(2, METHODS["chunked-16"], exchange=exchange)
+    nothing = lambda ring, shard: jnp.zeros_like(shard.state)
+    monkeypatch.setattr(sequence_parallel, "_incoming", nothing)
+    with pytest.raises(AssertionError, match="output"):
+        check(case, method)
+
+
+def test_second_order():
+    case = Case("gk", B=1, T=8, H=2, Hkv=1, K=3, V=2)
+    arguments = {name: x.astype(jnp.float64) for name, x in case.arguments().items()}
+
+    def size_of_gradient(method, arguments):
+        def loss(arguments):
+            o, state = linrec.recurrent(**arguments, method=method)
+            return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(state))
+
+        return sum(jnp.sum(x**2) for x in jax.grad(loss)(arguments).values())
+
+    gradient = lambda method: jax.jit(jax.grad(functools.partial(size_of_gradient, method)))
+    actual, expected = (gradient(m)(arguments) for m in (parallel(2), linrec.Scan()))
+    assert_close(actual, expected, "float64", {})
+
+
+def test_chunk_size_is_of_every_shard():
+    method = parallel(4, linrec.Chunked(16))
+    case = ONE_ROW._replace(gates="gk")
+    run = jax.jit(
+        lambda arguments: linrec.recurrent(**arguments, method=method, chunk_size=8)
+    )
+    o, state = run(case.arguments())
+    expected = reference(case)
+    results = {"output": o, "final_state": state}
+    assert_close(results, {name: expected[name] for name in results}, "float32", {})
+
+
+def test_errors(no_type_checks):
+    mesh = make_mesh(data=2, seq=2)
+    with pytest.raises(ValueError, match=r"axis='time'.*expects an axis of the mesh"):
+        linrec.SequenceParallel(linrec.Auto(), mesh, "time")
+    with pytest.raises(ValueError, match=r"exchange=.*'all_gather' or 'log_step'"):
+        linrec.SequenceParallel(linrec.Auto(), mesh, "seq", exchange="ring")
+    x = jnp.ones((3, 8, 3, 2), jnp.float32)
+    for argument, problem in (
+        ("batch_axis", "3 rows of the batch to 2 devices"),
+        ("head_axis", "3 heads of `key` and `value` to 2 devices"),
+    ):
+        method = linrec.SequenceParallel(linrec.Auto(), mesh, "seq", **{argument: "data"})
+        with pytest.raises(ValueError, match=problem):
+            linrec.recurrent(x, x, x, method=method)
