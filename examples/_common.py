@@ -12,7 +12,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from jaxtyping import PRNGKeyArray
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import linrec
 
@@ -85,10 +85,11 @@ def progress_bar(*columns: str) -> Progress:
     """A bar, and columns such as `"loss {task.fields[loss]:.3f}"` beside it."""
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(20),
-        MofNCompleteColumn(),
+        BarColumn(None),
+        TextColumn("{task.percentage:3.0f}%"),
         *map(TextColumn, columns),
         TimeElapsedColumn(),
+        expand=True,
     )
 
 

@@ -96,7 +96,7 @@ def train(model: linrec.nn.LanguageModel, args: argparse.Namespace) -> None:
 
     step = step.lower(model, state, tokens).compile()
     before = peak_memory()
-    columns = ("loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s")
+    columns = ("loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tok/s")
     with progress_bar(*columns) as bar:
         task = bar.add_task(f"{args.length:,} tokens", total=args.steps, loss=np.nan, speed=0.0)
         for _ in range(args.steps):

@@ -119,8 +119,8 @@ def main() -> None:
 
     columns = (
         "loss {task.fields[loss]:.3f}",
-        "right {task.fields[right]:4.0%}",
-        "{task.fields[speed]:,.0f} tokens/s",
+        "right {task.fields[right]:3.0%}",
+        "{task.fields[speed]:,.0f} tok/s",
     )
     with progress_bar(*columns) as bar:
         accuracies = {mixer: train(mixer, args, bar) for mixer in args.mixers}

@@ -86,7 +86,7 @@ def serve(title: str, model, requests: list[Request], num_slots: int, buffer: in
     slots = jax.tree.map(lambda x: jnp.stack([x] * num_slots), empty)
     running: dict[int, Request] = {}
     waiting = deque(requests)
-    columns = ("{task.fields[running]:2} running", "{task.fields[speed]:,.0f} tokens/s")
+    columns = ("{task.fields[running]:2} running", "{task.fields[speed]:,.0f} tok/s")
     with progress_bar(*columns) as bar:
         task = bar.add_task(title, total=len(requests), running=0, speed=0.0)
         start, tokens = time.perf_counter(), 0

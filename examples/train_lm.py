@@ -58,7 +58,7 @@ def train(model, text, held_out, args) -> tuple[linrec.nn.LanguageModel, list, d
     evaluate = eqx.filter_jit(mean_loss)
     rng = np.random.default_rng(0)
     losses, held_out_losses = [], {}
-    columns = ("loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tokens/s")
+    columns = ("loss {task.fields[loss]:.3f}", "{task.fields[speed]:,.0f} tok/s")
     with progress_bar(*columns) as bar:
         task = bar.add_task(args.mixer, total=args.steps, loss=float("nan"), speed=0.0)
         begin = time.perf_counter()
