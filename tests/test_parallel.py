@@ -94,9 +94,7 @@ def test_two_by_two_with_batch(packing):
     case = ONE_ROW._replace(gates="all", packing=packing)
     rows = [case._replace(seed=seed) for seed in range(2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(row.arguments() for row in rows))
-    sharded = jax.device_put(
-        stacked, NamedSharding(method.mesh, PartitionSpec("data"))
-    )
+    sharded = jax.device_put(stacked, NamedSharding(method.mesh, PartitionSpec("data")))
     run = lambda arguments: evaluate(arguments, case.options(), method)
     actual = jax.jit(jax.vmap(run, spmd_axis_name="data"))(sharded)
     for i, row in enumerate(rows):
@@ -133,9 +131,7 @@ def test_second_order():
 def test_chunk_size_is_of_every_shard():
     method = parallel(4, linrec.Chunked(16))
     case = ONE_ROW._replace(gates="gk")
-    run = jax.jit(
-        lambda arguments: linrec.recurrent(**arguments, method=method, chunk_size=8)
-    )
+    run = jax.jit(lambda arguments: linrec.recurrent(**arguments, method=method, chunk_size=8))
     o, state = run(case.arguments())
     expected = reference(case)
     results = {"output": o, "final_state": state}
