@@ -254,7 +254,7 @@ def _as_map(inputs: Inputs, piece: Piece) -> _Map:
     g_key, all_key = sums(g, g_gamma, inputs.gk)
     g_value, all_value = sums(inputs.gv)
     # Over a whole shard the gates of keys and of values may each overflow, where together they
-    # cancel. What is moved from one to the other makes both factors the root of the largest product.
+    # cancel. What is moved from one to the other makes the largest factors of both equal.
     largest = lambda g: jnp.max(g, axis=-1, keepdims=True)
     moved = jax.lax.stop_gradient((largest(g_key) - largest(g_value)) / 2)
     k = jnp.where(counts, of_query_heads(inputs.k) * jnp.exp(g_key - moved), 0)
