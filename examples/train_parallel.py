@@ -1,7 +1,7 @@
 """Train a language model whose rows and sequences are spread over devices.
 
 The text is the source code of linrec, in bytes; every sequence lies on several devices. Prints the
-loss and tokens per second. In the end, one device alone has to come to the same loss as all together.
+loss and tokens per second. In the end, one device alone has to come to the same loss.
 
 On one machine, with 8 simulated devices:
 

@@ -55,6 +55,17 @@ def test_lengths_that_do_not_divide(T):
     check(Case("gk", T=T), parallel(8))
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_padding_may_hold_anything(reverse):
+    case = ONE_ROW._replace(gates="gk", packing=PACKING, reverse=reverse)
+    arguments = case.arguments()
+    for name in ("query", "key", "value", "gk"):
+        arguments[name] = arguments[name].at[:, PACKING[-1] :].set(jnp.nan)
+    actual = evaluate(arguments, case.options(), parallel(4, METHODS["chunked-16"]))
+    expected = dict(reference(case))
+    assert_close(actual, expected, "float32", {})
+
+
 @pytest.mark.parametrize("strength", ["strong", "-200", "-inf", "-1e4", "growth"])
 def test_gates_of_any_strength(strength):
     check(ONE_ROW._replace(gates="all", strength=strength), parallel(4))
