@@ -14,6 +14,7 @@ from linrec.benchmark._cases import Case
 from linrec.benchmark._check import Problem
 from linrec.benchmark._contestants import BASELINE, CHUNK_SCAN, Contestant, linrec_method
 from linrec.benchmark._timing import interleave
+from linrec.benchmark.parallel import CONTESTANTS
 
 
 TINY = ["--shapes", "1,64,1,4,2", "--gates", "gk"]
@@ -164,3 +165,30 @@ def test_kernels(tmp_path):
         assert passes[gates, "backward"]["launches"] == 3
         assert moved(passes[gates, "forward"]) < forward
         assert moved(passes[gates, "backward"]) < backward
+
+
+def test_parallel(tmp_path, capsys):
+    sizes = ["--heads", "1", "--channels", "8", "--lengths", "16", "32", "--many", "16"]
+    assert main(["parallel", *sizes, "--devices", "4", "--output", str(tmp_path)]) == 0
+    records = read(tmp_path / "parallel.json")
+    state_and_decay = 4 * (8 * 8 + 8 + 1)
+    received = {
+        (r["contestant"], r["devices"], r["length"], r["pass"]): r["received_bytes"]
+        for r in records
+        if "pass" in r
+    }
+    for length in (16, 32):
+        assert received["linrec, all_gather", 4, length, "forward"] == 3 * state_and_decay
+        assert received["ring attention", 4, length, "forward"] == 4 * 3 * length // 4 * 2 * 8
+    assert received["linrec, log_step", 16, 1024, "forward+backward"] == 2 * 5 * state_and_decay
+    assert all(0 < r["efficiency"] < 1 for r in records if "efficiency" in r)
+    assert "Projection" in capsys.readouterr().out
+    assert (tmp_path / "parallel.png").exists()
+
+
+def test_ring_attention_is_attention():
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("seq",))
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 4), jnp.float32)
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    actual = jax.jit(partial(CONTESTANTS["ring attention"], mesh))(q, k, v, v)
+    assert jnp.allclose(actual, expected, atol=1e-5)
