@@ -47,9 +47,9 @@ def test_growth(gates):
     check(Case(gates, B=1, T=40, H=1, Hkv=1, strength="growth"), SMALL)
 
 
-@pytest.mark.parametrize("T", [1, 15, 63, 100, 257])
-def test_lengths(T):
-    check(Case("gk", B=1, T=T, H=1, Hkv=1), METHOD)
+@pytest.mark.parametrize(("gates", "T"), [("g", 63), *(("gk", T) for T in (1, 15, 63, 100, 257))])
+def test_lengths(gates, T):
+    check(Case(gates, B=1, T=T, H=1, Hkv=1), METHOD)
 
 
 @pytest.mark.parametrize("seed", range(3))
