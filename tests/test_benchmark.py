@@ -146,6 +146,27 @@ def test_baselines_are_right():
         assert verdict.problem is None
 
 
+def test_kernels(tmp_path):
+    """Compiled without spilling, and moving no more than they should."""
+    options = ["--gates", "g", "gk", "--targets", "sm_80", "--sizes", "128"]
+    assert main(["kernels", *options, "--step-shapes", "--output", str(tmp_path)]) == 0
+    records = read(tmp_path / "kernels.json")
+    resources = [r for r in records if r["what"] == "resources"]
+    assert len(resources) == 2 * 6
+    for record in resources:
+        assert record["spilled_bytes"] == 0
+        if record["kernel"] in ("output", "d_key", "d_value"):
+            assert record["blocks_per_sm"] >= 2
+            assert record["tensor_core_instructions"] > 0
+    passes = {(r["gate"], r["kernel"]): r for r in records if r["what"] == "work"}
+    moved = lambda r: (r["bytes_read"] + r["bytes_written"]) / 1e6
+    for gates, forward, backward in (("g", 1.8, 6.2), ("gk", 3.1, 7.9)):
+        assert passes[gates, "forward"]["launches"] == 2
+        assert passes[gates, "backward"]["launches"] == 3
+        assert moved(passes[gates, "forward"]) < forward
+        assert moved(passes[gates, "backward"]) < backward
+
+
 def test_parallel(tmp_path, capsys):
     sizes = ["--heads", "1", "--channels", "8", "--lengths", "16", "32", "--many", "16"]
     assert main(["parallel", *sizes, "--devices", "4", "--output", str(tmp_path)]) == 0

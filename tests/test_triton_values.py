@@ -6,13 +6,20 @@ import numpy as np
 import pytest
 
 import linrec
+from linrec._triton.config import Pairs, Walk
 
 from .helpers import Case, check, GATES, PACKING, relative_error
 
 
 METHOD = linrec.Triton(interpret=True)
-# The interpreter takes its time by the token where gates are extreme: smaller chunks, same code.
+# Smaller chunks, same code: the interpreter takes its time by the token and by the block.
 SMALL = linrec.Triton(linrec.KernelConfig(chunk=16), interpret=True)
+WIDE = linrec.Triton(
+    linrec.KernelConfig(
+        16, Walk(64, 64), Pairs(64, 64), d_key=Pairs(64, 64), d_value=Pairs(64, 64)
+    ),
+    interpret=True,
+)
 ONE = Case("all", B=1, T=70, H=2, Hkv=1)
 
 
@@ -22,41 +29,54 @@ def test_gates(gates):
     check(ONE._replace(gates=gates), METHOD)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("gates", "strength"),
+    [
+        ("gk", "strong"), ("gk", "-20"), ("gk", "-200"), ("gk", "-inf"), ("gk", "-1e4"),
+        ("gv", "strong"), ("gv", "-inf"), ("all", "-20"), ("g", "-200"), ("g", "-inf"),
+    ],
+)  # fmt: skip
+def test_strengths(gates, strength):
+    """A chunk of 64 tokens, which is cut into pieces, and one of a few tokens."""
+    check(Case(gates, B=1, T=70, H=1, Hkv=1, strength=strength), METHOD)
+
+
+@pytest.mark.parametrize("gates", ["g", "gk", "gv"])
+def test_growth(gates):
+    check(Case(gates, B=1, T=40, H=1, Hkv=1, strength="growth"), SMALL)
+
+
 @pytest.mark.parametrize("T", [1, 15, 63, 100, 257])
-@pytest.mark.parametrize("gates", ["g", "gk"])
-def test_lengths(gates, T):
-    check(Case(gates, B=1, T=T, H=1, Hkv=1), METHOD)
+def test_lengths(T):
+    check(Case("gk", B=1, T=T, H=1, Hkv=1), METHOD)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("gates", ["g", "g_gamma"])
+def test_lengths_packed(gates, seed):
+    packing = (0, 1, 16, 79, 179, 436)
+    check(Case(gates, T=440, H=1, Hkv=1, K=2, V=2, packing=packing, seed=seed), METHOD)
 
 
 @pytest.mark.parametrize(
     ("gates", "K", "V"),
     [
-        ("gk", 16, 30), ("gk", 30, 16), ("gk", 64, 100), ("gk", 100, 64), ("gk", 128, 256),
-        ("g", 100, 30), ("g", 256, 128), ("gv", 30, 100), ("gv", 128, 64),
+        ("gk", 16, 30), ("gk", 30, 128), ("gk", 64, 100), ("gk", 100, 16), ("gk", 128, 256),
+        ("g", 256, 64), ("gv", 64, 256), ("gv", 1, 3), ("all", 100, 1),
     ],
 )  # fmt: skip
 def test_sizes(gates, K, V):
-    check(Case(gates, B=1, T=65, H=1, Hkv=1, K=K, V=V), METHOD)
+    check(Case(gates, B=1, T=20, H=1, Hkv=1, K=K, V=V), WIDE)
+
+
+@pytest.mark.parametrize("gates", ["g", "gk"])
+def test_sizes_in_default_blocks(gates):
+    check(Case(gates, B=1, T=65, H=1, Hkv=1, K=100, V=30), METHOD)
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("strength", ["strong", "-20", "-200", "-inf", "-1e4", "growth"])
-@pytest.mark.parametrize("gates", ["g", "gk", "gv"])
-def test_strengths(gates, strength):
-    check(Case(gates, B=1, T=40, H=1, Hkv=1, strength=strength), SMALL)
-
-
-def test_all_gates_extreme():
-    check(Case("all", B=1, T=20, H=1, Hkv=1, strength="-inf"), SMALL)
-
-
-def test_extreme_gates_in_a_whole_chunk():
-    check(Case("gk", B=1, T=70, H=1, Hkv=1, strength="-inf"), METHOD)
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize(("reverse", "chunk"), [(False, 16), (True, 64)])
 def test_packed(reverse, chunk):
     method = linrec.Triton(linrec.KernelConfig(chunk=chunk), interpret=True)
     check(Case("all", T=100, H=1, Hkv=1, packing=PACKING, reverse=reverse), method)
@@ -66,9 +86,16 @@ def test_packed_into_nothing():
     check(Case("g_gamma", T=5, H=1, Hkv=1, packing=(0, 0, 0)), METHOD)
 
 
-@pytest.mark.parametrize("gates", ["none", "g", "gk"])
+@pytest.mark.parametrize("gates", ["none", "g"])
 def test_reverse(gates):
-    check(Case(gates, B=1, T=70, H=1, Hkv=1, reverse=True), METHOD)
+    check(ONE._replace(gates=gates, reverse=True), METHOD)
+
+
+@pytest.mark.core
+def test_everything_together():
+    """Grouped heads, every gate with resets, packed, reversed."""
+    case = Case("all", T=22, H=6, Hkv=2, K=3, V=2, packing=(0, 0, 18, 19, 21))
+    check(case._replace(strength="-inf", reverse=True), SMALL)
 
 
 @pytest.mark.parametrize("Hkv", [1, 4])
@@ -76,14 +103,23 @@ def test_grouped_heads(Hkv):
     check(Case("gk-and-g_gamma", B=2, T=20, H=4, Hkv=Hkv), SMALL)
 
 
-@pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "gates"),
+    [("bfloat16", gates) for gates in GATES] + [("float16", gates) for gates in ("g", "all")],
+)
 def test_half_precision(dtype, gates):
-    check(Case(gates, B=1, T=130, H=2, Hkv=2, K=64, V=32, dtype=dtype), METHOD)
+    check(Case(gates, B=1, T=70, H=2, Hkv=2, K=64, V=32, dtype=dtype), METHOD)
 
 
-@pytest.mark.parametrize("gates", GATES)
-@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("gates", ["gk", "gv"])
+def test_half_precision_of_strong_gates(gates):
+    case = Case(gates, B=1, T=70, H=2, Hkv=2, K=64, V=32, dtype="bfloat16")
+    check(case._replace(strength="strong"), METHOD)
+
+
+@pytest.mark.parametrize(
+    ("T", "gates"), [(5, gates) for gates in GATES] + [(1, "none"), (1, "all")]
+)
 def test_decoding(gates, T):
     """Without a gradient a few tokens take a kernel of their own."""
     case = Case(gates, B=2, T=T, reverse=T == 5)

@@ -13,13 +13,13 @@ _FORMULA = re.compile(
 
 def on_page_content(content: str, **_) -> str:
     def to_mathml(match: re.Match) -> str:
-        tag, latex = match.groups()
-        display = "block" if tag == "div" else "inline"
-        latex, number = re.subn(r"\\tag\{(\d+)\}", "", html.unescape(latex))
-        mathml = convert(latex, display=display)
-        if not number:
-            return mathml
-        label = re.search(r"\\tag\{(\d+)\}", match[2])[1]
-        return f'<div class="equation" id="eq-{label}">{mathml}<span>({label})</span></div>'
+        tag, latex = match[1], html.unescape(match[2])
+        number = re.search(r"\\tag\{(\d+)\}", latex)
+        if tag == "span":
+            return convert(latex)
+        if number is None:
+            return f'<div class="equation">{convert(latex, display="block")}</div>'
+        mathml = convert(latex.replace(number[0], ""), display="block")
+        return f'<div class="equation" id="eq-{number[1]}">{mathml}<span>({number[1]})</span></div>'
 
     return _FORMULA.sub(to_mathml, content)

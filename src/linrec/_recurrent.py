@@ -48,8 +48,9 @@ def recurrent(
     $$h_t = \operatorname{diag}(e^{a_t})\, h_{t-1} \operatorname{diag}(e^{c_t}) + k_t v_t^\top,
     \qquad o_t = \text{scale} \cdot q_t^\top h_t$$
 
-    where $a_t$ = `g` + `g_gamma` + `gk` and $c_t$ = `gv` are the logarithms of the decay. Gates may
-    be any float: `-inf` forgets the past exactly, positive gates let it grow.
+    where $a_t$ = `g` + `g_gamma` + `gk` and $c_t$ = `gv` are the logarithms of the decay: equations
+    (1) and (2) of the [mathematics](mathematics.md#the-recurrence). Gates may be any float: `-inf`
+    forgets the past exactly, positive gates let it grow.
 
     !!! example
 

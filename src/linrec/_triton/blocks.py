@@ -13,7 +13,7 @@ import triton.language as tl
 # While the log-decays of a chunk sum up to less than this in every channel, factors e^A and e^-A
 # are exact to rounding and far from overflow.
 ORDINARY = tl.constexpr(40.0)
-# Tokens of the pieces that a chunk is cut into otherwise.
+# Tokens of the pieces that other chunks are cut into.
 PIECE = tl.constexpr(16)
 
 
@@ -101,59 +101,76 @@ def reach(b_gates, b_sums, BT: tl.constexpr):
     return b_sums - tl.sum(tl.where(m_before, b_gates, 0.0), 0)[None, :]
 
 
-# Pairs of tokens under any gates. A chunk is cut into pieces of `PIECE` tokens. Between pieces there
-# are matrix products, with decays counted from the boundary in front of the later token: of decaying
-# gates none is above 1. Inside of pieces tokens `j` are taken one by one from the last, in all pieces
-# at once. `b_decay` holds the decay between `j` and every later token of its piece, zero for those
-# that are not later. It is a product of the decays of single tokens, as in the recurrence itself.
+@no_type_check
+@triton.jit
+def sums_before(b, BT: tl.constexpr, BC: tl.constexpr):
+    """Cumulative sums without the token itself. To subtract it would lose digits."""
+    o_before = tl.broadcast_to(tl.maximum(tl.arange(0, BT) - 1, 0)[:, None], [BT, BC])
+    b_sums = tl.gather(tl.cumsum(b, 0), o_before, 0)
+    return tl.where((tl.arange(0, BT) > 0)[:, None], b_sums, 0.0)
+
+
+# Pairs of tokens under any gates. A chunk is cut into pieces of `PIECE` tokens. Between pieces are
+# matrix products, with decays counted from the boundary before the later token: none is above 1
+# where gates are decays. Inside of pieces tokens `j` are taken one by one from the last, in all
+# pieces at once. `b_decay` holds the decay between `j` and every later token of its piece, zero for
+# those that are not later. It is a product of single decays, as in the recurrence itself.
 
 
 @no_type_check
 @triton.jit
-def cumsum_in_pieces(b, BT: tl.constexpr, BC: tl.constexpr, reverse: tl.constexpr):
-    b = tl.reshape(b, [BT // PIECE, PIECE, BC])
-    return tl.reshape(tl.cumsum(b, 1, reverse=reverse), [BT, BC])
+def sums_to_end_of_piece(b, SIZE: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr):
+    b = tl.reshape(b, [BT // SIZE, SIZE, BC])
+    return tl.reshape(tl.cumsum(b, 1, reverse=True), [BT, BC])
 
 
 @no_type_check
 @triton.jit
-def decays_from_boundary(b_gates, i_first, BT: tl.constexpr, BC: tl.constexpr):
-    """The decays of the tokens of the piece that begins at `i_first`, zero for others."""
+def decays_around(
+    i_first, p_gates, p_g, b_gamma, length, o_c, H: tl.constexpr, C: tl.constexpr,
+    SIGN: tl.constexpr, FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Decays from all tokens before `i_first` to there, and from there to the tokens of the piece
+    that begins there. Zero for other tokens.
+
+    Gates are loaded anew: holding them takes registers from chunks that are ordinary.
+    """
     o_i = tl.arange(0, BT)
+    b_next = load_channel_gates(
+        p_gates, p_g, b_gamma, o_i + 1, tl.minimum(length, i_first), o_c, H, C, SIGN, FOLD_G,
+        FOLD_GAMMA,
+    )  # fmt: skip
+    b_before = tl.exp(tl.cumsum(b_next, 0, reverse=True))
     m_piece = (o_i >= i_first) & (o_i < i_first + PIECE)
-    return tl.where(m_piece[:, None], tl.exp(cumsum_in_pieces(b_gates, BT, BC, False)), 0.0)
-
-
-@no_type_check
-@triton.jit
-def decays_to_boundary(b_next, i_first, BT: tl.constexpr):
-    """The decays from tokens before `i_first` to there, from the gates after each; else zero."""
-    o_i = tl.arange(0, BT)
-    b_rest = tl.cumsum(tl.where((o_i + 1 < i_first)[:, None], b_next, 0.0), 0, reverse=True)
-    return tl.where((o_i < i_first)[:, None], tl.exp(b_rest), 0.0)
+    b_gates = load_channel_gates(
+        p_gates, p_g, b_gamma, tl.where(m_piece, o_i, length), length, o_c, H, C, SIGN, FOLD_G,
+        FOLD_GAMMA,
+    )  # fmt: skip
+    b_after = tl.exp(tl.cumsum(b_gates, 0))
+    m_before = o_i < i_first
+    return tl.where(m_before[:, None], b_before, 0.0), tl.where(m_piece[:, None], b_after, 0.0)
 
 
 @no_type_check
 @triton.jit
 def add_scores(
-    b_pairs, b_x, b_y, p_y, Y_STRIDE: tl.constexpr, b_gates, p_gates, p_g, b_gamma, length, o_c,
+    b_pairs, b_x, b_y, p_y, Y_STRIDE: tl.constexpr, p_gates, p_g, b_gamma, length, o_c,
     H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr, FOLD_G: tl.constexpr,
     FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, FACTOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds `sum_c x_ic y_jc e^(sum of the gates of c after j up to i)` at `[i, j]`."""
     o_i = tl.arange(0, BT)
-    b_next = load_channel_gates(
-        p_gates, p_g, b_gamma, o_i + 1, length, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA
-    )
-    for i_piece in range(1, BT // PIECE):
-        b_to = (b_x * decays_from_boundary(b_gates, i_piece * PIECE, BT, BC)).to(FACTOR)
-        b_from = (b_y * decays_to_boundary(b_next, i_piece * PIECE, BT)).to(FACTOR)
+    for i_first in range(PIECE, tl.minimum(length, BT), PIECE):
+        b_from, b_to = decays_around(
+            i_first, p_gates, p_g, b_gamma, length, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA, BT
+        )
+        b_from, b_to = (b_y * b_from).to(FACTOR), (b_x * b_to).to(FACTOR)
         b_pairs = tl.dot(b_to, tl.trans(b_from), b_pairs, input_precision=PRECISION)
 
     b_decay = tl.zeros([BT, BC], tl.float32)
-    for i in range(0, PIECE):
-        o_j = o_i // PIECE * PIECE + (PIECE - 1 - i)
+    for i in range(0, tl.minimum(length, PIECE)):
+        o_j = o_i // PIECE * PIECE + tl.minimum(length, PIECE) - 1 - i
         m_j = (o_j < length)[:, None] & (o_c < C)[None, :]
         p_y_j = p_y + SIGN * o_j[:, None] * Y_STRIDE + o_c[None, :]
         b_y_j = tl.load(p_y_j, mask=m_j, other=0.0).to(tl.float32)
@@ -169,42 +186,33 @@ def add_scores(
 @no_type_check
 @triton.jit
 def add_effects(
-    b_row, b_col, b_share, b_pairs, b_r, b_w, b_scale, p_w, W_STRIDE: tl.constexpr, b_gates,
-    p_gates, p_g, b_gamma, length, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
+    b_row, b_col, b_share, b_pairs, b_r, b_w, b_scale, p_w, W_STRIDE: tl.constexpr, p_gates, p_g,
+    b_gamma, length, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
     FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     FACTOR: tl.constexpr, PRECISION: tl.constexpr, COL: tl.constexpr, SHARE: tl.constexpr,
 ):  # fmt: skip
-    """Adds the effects of the pairs to `row_i`, and `scale`-fold to `col_j`.
+    """Adds the effects of the pairs to `row_i` and, `scale`-fold, to `col_j` and `share_i`.
 
-    And to each gate's gradient its share, a sum over the pairs that it stands between. It is summed
+    The share of a gate in its gradient is a sum over the pairs that it stands between. It is summed
     as such: the difference of cumulative sums that equals it has no correct digit where gates are
-    strong.
+    strong. It takes a chunk that is one piece, since there are no registers left for products.
     """
+    SIZE: tl.constexpr = BT if SHARE else PIECE
     o_i = tl.arange(0, BT)
-    b_next = load_channel_gates(
-        p_gates, p_g, b_gamma, o_i + 1, length, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA
-    )
-    for i_piece in range(1, BT // PIECE):
-        i_first = i_piece * PIECE
-        b_to = decays_from_boundary(b_gates, i_first, BT, BC)
-        b_from = decays_to_boundary(b_next, i_first, BT)
-        b_in = tl.dot(b_pairs.to(FACTOR), (b_w * b_from).to(FACTOR), input_precision=PRECISION)
-        b_in *= b_to
-        b_row += b_in
+    for i_first in range(SIZE, tl.minimum(length, BT), SIZE):
+        b_from, b_to = decays_around(
+            i_first, p_gates, p_g, b_gamma, length, o_c, H, C, SIGN, FOLD_G, FOLD_GAMMA, BT
+        )
+        b_in = (b_w * b_from).to(FACTOR)
+        b_row += tl.dot(b_pairs.to(FACTOR), b_in, input_precision=PRECISION) * b_to
         if COL:
             b_out = (b_r * b_to).to(FACTOR)
-            b_out = tl.dot(tl.trans(b_pairs.to(FACTOR)), b_out, input_precision=PRECISION) * b_from
-            b_col += b_out * b_scale
-        if SHARE:
-            # From the boundary on, what is still to come; before it, what has been.
-            b_coming = cumsum_in_pieces(b_r * b_in, BT, BC, True)
-            b_earlier = tl.where(o_i[:, None] > o_i[None, :], 1.0, 0.0)
-            b_been = tl.dot(b_earlier, b_w * b_out, input_precision=PRECISION)
-            b_share += tl.where((o_i < i_first)[:, None], b_been, b_coming)
+            b_out = tl.dot(tl.trans(b_pairs.to(FACTOR)), b_out, input_precision=PRECISION)
+            b_col += b_out * (b_from * b_scale)
 
     b_decay = tl.zeros([BT, BC], tl.float32)
-    for i in range(0, PIECE):
-        o_j = o_i // PIECE * PIECE + (PIECE - 1 - i)
+    for i in range(0, tl.minimum(length, SIZE)):
+        o_j = o_i // SIZE * SIZE + tl.minimum(length, SIZE) - 1 - i
         m_j = (o_j < length)[:, None] & (o_c < C)[None, :]
         p_w_j = p_w + SIGN * o_j[:, None] * W_STRIDE + o_c[None, :]
         b_w_j = tl.load(p_w_j, mask=m_j, other=0.0).to(tl.float32)
@@ -212,8 +220,8 @@ def add_effects(
         b_effect = b_pairs_j[:, None] * b_decay
         b_row += b_effect * b_w_j
         if COL:
-            b_crossing = cumsum_in_pieces(b_effect * b_r, BT, BC, True)
-            b_col += tl.where((o_i == o_j)[:, None], b_crossing * b_scale, 0.0)
+            b_crossing = sums_to_end_of_piece(b_effect * b_r, SIZE, BT, BC) * b_scale
+            b_col += tl.where((o_i == o_j)[:, None], b_crossing, 0.0)
         if SHARE:
             b_share += tl.where((o_i > o_j)[:, None], b_crossing * b_w_j, 0.0)
         b_step = load_channel_gates(

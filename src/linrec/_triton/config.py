@@ -74,7 +74,7 @@ def default_config(key_gates: bool, value_gates: bool, wide: bool) -> KernelConf
             d_value=smaller if value_gates else small,
         )
     if key_gates and value_gates:
-        small = Pairs(inner=16, outer=32, warps=4)
+        small = Pairs(inner=16, outer=16, warps=4, stages=1)
         output = Pairs(inner=32, outer=32, warps=4)
         return KernelConfig(walk=Walk(warps=8), output=output, d_key=small, d_value=small)
     if key_gates or value_gates:

@@ -33,6 +33,7 @@ from .blocks import (
     load_channel_gates,
     load_scalar_gates,
     reach,
+    sums_before,
     sums_to_end,
 )
 
@@ -194,8 +195,8 @@ def pairs_kernel(
                     b_pairs = tl.dot(b_to, tl.trans(b_from), b_pairs, input_precision=PRECISION)
                 else:
                     b_pairs = add_scores(
-                        b_pairs, b_x, b_y, p_y, H // GROUP * C, b_gc, p_gc, p_g, b_gamma, length,
-                        o_c, H, C, SIGN, FOLD_GC, FOLD_GAMMA_C, BT, BC, FACTOR, PRECISION,
+                        b_pairs, b_x, b_y, p_y, H // GROUP * C, p_gc, p_g, b_gamma, length, o_c, H,
+                        C, SIGN, FOLD_GC, FOLD_GAMMA_C, BT, BC, FACTOR, PRECISION,
                     )  # fmt: skip
             else:
                 b_from = tl.trans(b_y.to(DOT))
@@ -279,19 +280,13 @@ def pairs_kernel(
                         b_d_go = tl.cumsum(b_d_go, 0, reverse=True)
             else:
                 if GRAD_GO:
-                    b_earlier = tl.where(m_later, 1.0, 0.0)
-                    b_past = tl.dot(
-                        b_earlier, b_w.to(tl.float32) * b_col, input_precision=PRECISION
-                    )
-                    b_d_go = tl.cumsum(b_r.to(tl.float32) * b_row, 0, reverse=True)
+                    b_d_go = tl.cumsum(b_r.to(tl.float32) * b_row, 0, reverse=True) * b_scale
+                    b_d_go += sums_before(b_w.to(tl.float32) * b_col, BT, BO)
                 b_row, b_col, b_d_go = add_effects(
                     b_row, b_col, b_d_go, b_pairs, (b_r if COL else b_w).to(tl.float32),
-                    b_w.to(tl.float32), b_scale, p_w, H // GROUP * O, b_go, p_go, p_g, b_gamma,
-                    length, o_o, H, O, SIGN, FOLD_GO, FOLD_GAMMA_O, BT, BO, FACTOR, PRECISION, COL,
-                    GRAD_GO,
+                    b_w.to(tl.float32), b_scale, p_w, H // GROUP * O, p_go, p_g, b_gamma, length,
+                    o_o, H, O, SIGN, FOLD_GO, FOLD_GAMMA_O, BT, BO, FACTOR, PRECISION, COL, GRAD_GO,
                 )  # fmt: skip
-                if GRAD_GO:
-                    b_d_go = b_d_go * b_scale + b_past
             if GRAD_GO:
                 b_d_go += b_whole[None, :]
                 p_d_go = d_go + i_token * O + o_row

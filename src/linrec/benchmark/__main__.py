@@ -6,6 +6,7 @@ A command is a module of this package with a docstring, `add_arguments(parser)` 
 
 import argparse
 import importlib
+import multiprocessing
 import pkgutil
 import sys
 from collections.abc import Sequence
@@ -36,7 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = set.intersection(*(set(unused) for _, unused in parsed.values()))
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(sorted(unknown))}")
-    return max(commands[name][1].main(args) or 0 for name, (args, _) in parsed.items())
+    return max(_run_apart(name, args) for name, (args, _) in parsed.items())
+
+
+def _run_apart(name: str, args: argparse.Namespace) -> int:
+    """In a process of its own: flags are read, and memory is counted, once in a process."""
+    print(f"\n{name}", flush=True)
+    process = multiprocessing.get_context("spawn").Process(target=_run, args=(name, args))
+    process.start()
+    process.join()
+    return int(process.exitcode != 0)
+
+
+def _run(name: str, args: argparse.Namespace) -> None:
+    sys.exit(importlib.import_module(f"linrec.benchmark.{name}").main(args))
 
 
 def _package() -> ModuleType:

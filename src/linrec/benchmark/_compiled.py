@@ -37,13 +37,13 @@ _POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int32
 
 
 class Resources(NamedTuple):
-    """Of a compiled kernel. `None`: not known for this target."""
+    """Of a compiled kernel."""
 
-    registers: int | None
-    spilled_bytes: int | None
+    registers: int
+    spilled_bytes: int
     shared_bytes: int
-    blocks_per_sm: int | None
-    tensor_core_instructions: int | None
+    blocks_per_sm: int
+    tensor_core_instructions: int
     seconds: float
     """That compiling took."""
 
@@ -51,6 +51,7 @@ class Resources(NamedTuple):
 def compile_call(call: Call, target: Target) -> Resources:
     """As jax_triton does it: arrays aligned to 16 bytes, integers that are 1 built in."""
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -71,23 +72,30 @@ def compile_call(call: Call, target: Target) -> Resources:
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(call.kernel, signature=signature, constexprs=constants, attrs=attributes)
     begin = time.perf_counter()
-    kernel = triton.compile(
-        source,
-        target=GPUTarget(target.backend, target.arch, target.warp),
-        options={
-            "num_warps": call.warps,
-            "num_stages": call.stages,
-            "enable_fp_fusion": True,
-        },
-    )
-    seconds = time.perf_counter() - begin
+    # A cache that is empty: what was compiled before would take no time.
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope():
+        knobs.cache.dir = cache
+        kernel = triton.compile(
+            source,
+            target=GPUTarget(target.backend, target.arch, target.warp),
+            options={
+                "num_warps": call.warps,
+                "num_stages": call.stages,
+                "enable_fp_fusion": True,
+            },
+        )
+        seconds = time.perf_counter() - begin
     shared = kernel.metadata.shared
+    assert shared <= target.shared_bytes_per_block, f"{call.name} does not fit {target.name}"
     if target.backend == "hip":
         text = kernel.asm["amdgcn"]
         registers = _number(r"\.vgpr_count:\s*(\d+)", text)
         spilled = 4 * _number(r"\.vgpr_spill_count:\s*(\d+)", text)
         matrix = len(re.findall(r"\bv_mfma", text))
-        return Resources(registers, spilled, shared, None, matrix, seconds)
+        # Four units, each with 512 registers of one warp's width, share the memory.
+        warps = 4 * min(512 // (-(-registers // 8) * 8), target.warps // 4)
+        blocks = min(warps // call.warps, target.shared_bytes // max(shared, 1))
+        return Resources(registers, spilled, shared, blocks, matrix, seconds)
     registers, spilled = _usage(kernel.asm["cubin"])
     rounded = -(-registers // 8) * 8 * 32 * call.warps
     blocks = min(

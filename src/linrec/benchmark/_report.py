@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, UTC
 from pathlib import Path
@@ -71,6 +72,7 @@ def write_json(path: Path, command: str, records: Sequence[dict[str, Any]]) -> N
     device = jax.devices()[0]
     document = {
         "command": command,
+        "arguments": " ".join(sys.argv[1:]),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "linrec": linrec.__version__,
         "jax": jax.__version__,
@@ -116,6 +118,21 @@ def write_bars(
                 axes.set_ylabel(unit)
     handles, labels = grid[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
+    _save(figure, path)
+
+
+def write_row_of_bars(path: Path, title: str, bars: dict[str, float], unit: str) -> None:
+    """One bar below the other, each with its name."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 1 + 0.25 * len(bars)), layout="constrained")
+    axes = figure.subplots()
+    drawn = axes.barh(list(bars), list(bars.values()))
+    axes.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(unit)
+    axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import linrec
 from linrec import nn
 
-from ._report import print_table, write_json
+from ._report import print_table, progress, write_json, write_row_of_bars
 from ._timing import interleave
 
 
@@ -41,9 +41,12 @@ def main(args: argparse.Namespace) -> None:
             calls[f"{type(layer).__name__} at token {position:,}"] = _layer_step(
                 layer, args.batch, position
             )
-    for call in calls.values():
-        call()
-    timings = interleave(calls, args.rounds, budget=30.0)
+    with progress(len(calls) + 1) as step:
+        for name, call in calls.items():
+            step(f"compiling {name}")
+            call()
+        step("timing")
+        timings = interleave(calls, args.rounds, budget=30.0)
     state_bytes = args.batch * args.num_heads * args.key_size * args.value_size * 4
     copy = timings["copy"]
     records = [
@@ -60,6 +63,8 @@ def main(args: argparse.Namespace) -> None:
     _print(args, records)
     arguments = {name: value for name, value in vars(args).items() if isinstance(value, int)}
     write_json(args.output / "decode.json", "decode", [arguments | r for r in records])
+    bars = {name: timing.minimum * 1e3 for name, timing in timings.items()}
+    write_row_of_bars(args.output / "decode.png", _title(args), bars, "ms")
 
 
 def _print(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
@@ -73,11 +78,14 @@ def _print(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
         )
         for record in records
     ]
-    title = (
+    print_table(_title(args), ("", "ms", "median ms", "GB/s on the state", "of a copy"), rows)
+
+
+def _title(args: argparse.Namespace) -> str:
+    return (
         f"One token of {args.batch} texts, {args.num_heads} heads of "
         f"({args.key_size}, {args.value_size}), state donated"
     )
-    print_table(title, ("", "ms", "median ms", "GB/s on the state", "of a copy"), rows)
 
 
 def _state(args: argparse.Namespace) -> jax.Array:

@@ -7,9 +7,9 @@ memory.
 """
 
 import argparse
-import json
 import os
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +19,17 @@ import numpy as np
 
 import linrec
 
+from ._cases import DTYPES, GATES, parse_shape
+from ._report import print_table, progress, write_bars, write_json
 
-GATES = {
-    "none": (),
-    "scalar": ("g",),
-    "fixed": ("g_gamma",),
-    "key": ("gk",),
-    "value": ("gv",),
-    "all": ("g", "g_gamma", "gk", "gv"),
-}
+
 FORWARD = ("walk", "output")
 # Bytes per second and, in 16 bit, FLOPs per second.
 ROOFLINES = {"A100": (2.04e12, 312e12), "H100": (3.35e12, 989e12)}
+STEP_SHAPES = ((1, 8192, 8, 128, 128), (8, 8192, 16, 128, 128))
+
+Records = list[dict[str, Any]]
+Step = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gates", nargs="+", choices=GATES, default=list(GATES))
     parser.add_argument("--targets", nargs="*", choices=targets, default=list(targets))
     parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 256], metavar="K")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument(
-        "--work-shape", nargs=5, type=int, default=[1, 512, 1, 128, 128],
-        metavar=tuple("BTHKV"), help="of the problem whose work is counted",
+        "--work-shape", type=parse_shape, default=(1, 512, 1, 128, 128),
+        metavar="B,T,H,K,V", help="of the problem whose work is counted",
     )  # fmt: skip
     parser.add_argument(
-        "--step-shapes", nargs="*", default=["1,8192,8,128,128", "8,8192,16,128,128"],
+        "--step-shapes", nargs="*", type=parse_shape, default=STEP_SHAPES,
         metavar="B,T,H,K,V", help="of training steps that are compiled for an H100",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("benchmark-results"))
@@ -52,20 +51,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Returns 1 if a default configuration spills, up to 128 channels in 16 bit."""
+    missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
+    if missing:
+        raise SystemExit(
+            f"The kernels need {' and '.join(missing)}. Install what they need with:\n\n"
+            '    pip install "linrec[cuda12]"'
+        )
     # Both are read when JAX is first used. No GPU is needed, and none can be timed.
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     jax.config.update("jax_platforms", "cpu")
-    records = {
-        "resources": _resources(args.gates, args.targets, args.sizes, args.dtype),
-        "work": _work(args.gates, args.work_shape, args.dtype),
-        "training_step": _training_steps(args.gates, args.step_shapes, args.dtype),
-    }
-    args.output.mkdir(parents=True, exist_ok=True)
-    path = args.output / "kernels.json"
-    path.write_text(json.dumps(records, indent=1))
-    print(f"\nwritten to {path}")
+    total = len(args.gates) * (len(args.sizes) * len(args.targets) + 1 + len(args.step_shapes))
+    with progress(total) as step:
+        resources = _resources(args.gates, args.targets, args.sizes, args.dtype, step)
+        _print_resources(resources)
+        work = _work(args.gates, args.work_shape, args.dtype, step)
+        _print_work(work, args)
+        steps = _training_steps(args.gates, args.step_shapes, args.dtype, step)
+        _print_steps(steps)
+    write_json(args.output / "kernels.json", "kernels", resources + work + steps)
+    _plot(args.output, work, steps)
     spills = [
-        x for x in records["resources"]
+        x for x in resources
         if x["spilled_bytes"] and x["target"] in ("sm_80", "sm_90") and x["K"] <= 128
     ]  # fmt: skip
     return int(bool(spills) and args.dtype != "float32")
@@ -93,7 +99,7 @@ def _everything(method: linrec.AbstractMethod, arguments: dict[str, Any]):
     return out, pull_back(out)
 
 
-def _resources(gates, targets, sizes, dtype) -> list[dict[str, Any]]:
+def _resources(gates, targets, sizes, dtype, step: Step) -> Records:
     from .._triton.call import record_calls
     from ._compiled import compile_call, TARGETS
 
@@ -107,32 +113,35 @@ def _resources(gates, targets, sizes, dtype) -> list[dict[str, Any]]:
                 jax.eval_shape(lambda x: _everything(method, x), arguments)  # noqa: B023
                 jax.eval_shape(lambda x: linrec.recurrent(**x, method=method), token)  # noqa: B023
             for target in targets:
+                step(f"compiling for {target}: gate {gate}, {K} channels")
                 for call in calls:
                     resources = compile_call(call, TARGETS[target])
                     blocks = {n: x for n, x in call.constants.items() if n in _BLOCKS}
                     records.append(
-                        {"kernel": call.name, "gates": gate, "target": target, "K": K, "V": K}
-                        | {"warps": call.warps, "stages": call.stages, "blocks": blocks}
-                        | resources._asdict()
+                        {"what": "resources", "kernel": call.name, "gate": gate, "target": target}
+                        | {"K": K, "V": K, "warps": call.warps, "stages": call.stages}
+                        | {"blocks": blocks, **resources._asdict()}
                     )
-                    _print_row(records[-1], len(records) == 1)
     return records
 
 
 _BLOCKS = ("BT", "BK", "BV", "BC", "BO")
 
 
-def _print_row(record: dict[str, Any], first: bool) -> None:
-    """One row at a time: compiling takes long."""
-    columns = ("kernel", "gates", "target", "K", "warps", "registers", "spilled_bytes",
-               "shared_bytes", "blocks_per_sm", "tensor_core_instructions", "seconds")  # fmt: skip
-    if first:
-        print(" ".join(f"{name[:13]:>13}" for name in columns))
-    cells = (f"{x:.1f}" if isinstance(x := record[n], float) else str(x) for n in columns)
-    print(" ".join(f"{cell:>13}" for cell in cells), flush=True)
+def _print_resources(records: Records) -> None:
+    columns = ("K", "warps", "registers", "spilled_bytes", "shared_bytes", "blocks_per_sm")
+    columns += ("tensor_core_instructions", "seconds")
+    rows = [
+        [f"{r['kernel']}, gate {r['gate']}"]
+        + [f"{r[name]:.1f}" if name == "seconds" else str(r[name]) for name in columns]
+        + [r["target"]]
+        for r in records
+    ]
+    titles = ("K", "warps", "registers", "spilled", "shared", "per SM", "tensor core", "seconds")
+    print_table("Kernels as compiled", ("kernel", *titles, "target"), rows)
 
 
-def _work(gates, shape, dtype) -> list[dict[str, Any]]:
+def _work(gates, shape, dtype, step: Step) -> Records:
     """What the interpreter counted, with ordinary gates."""
     from .._triton.interpret import count_work
 
@@ -142,27 +151,18 @@ def _work(gates, shape, dtype) -> list[dict[str, Any]]:
         x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
         return (jax.nn.log_sigmoid(x) / 16 if name.startswith("g") else x).astype(dtype)
 
-    print(f"\nCounted at {tuple(shape)}, {dtype}:")
-    titles = ("launches", "MB read", "written", "GFLOP", "A100 us", "H100 us")
-    print(" " * 24 + "".join(f"{title:>9}" for title in titles))
     records = []
     for gate in gates:
+        step(f"counting: gate {gate}")
         with count_work() as table:
             arguments = problem(gate, shape, dtype, make)
             jax.block_until_ready(_everything(linrec.Triton(interpret=True), arguments))
         passes = {"forward": [], "backward": []}
         for name, work in table.items():
-            records.append({"gates": gate, "kernel": name} | _describe([work]))
+            records.append({"what": "work", "gate": gate, "kernel": name} | _describe([work]))
             passes["forward" if name in FORWARD else "backward"].append(work)
         for name, works in passes.items():
-            records.append({"gates": gate, "kernel": name} | _describe(works))
-            r = records[-1]
-            print(
-                f"{gate + ' ' + name:24}{r['launches']:9}{r['bytes_read'] / 1e6:9.2f}"
-                f"{r['bytes_written'] / 1e6:9.2f}{r['flops'] / 1e9:9.3f}"
-                f"{r['A100_us']:9.2f}{r['H100_us']:9.2f}",
-                flush=True,
-            )
+            records.append({"what": "work", "gate": gate, "kernel": name} | _describe(works))
     return records
 
 
@@ -177,7 +177,20 @@ def _describe(works: list[Any]) -> dict[str, Any]:
     return total | limits
 
 
-def _training_steps(gates, shapes, dtype) -> list[dict[str, Any]]:
+def _print_work(records: Records, args: argparse.Namespace) -> None:
+    rows = [
+        [f"gate {r['gate']}", str(r["launches"])]
+        + [f"{r[name] / 1e6:.2f}" for name in ("bytes_read", "bytes_written")]
+        + [f"{r['flops'] / 1e9:.3f}", f"{r['A100_us']:.2f}", f"{r['H100_us']:.2f}", r["kernel"]]
+        for r in records
+        if r["kernel"] in ("forward", "backward")
+    ]
+    columns = ("", "launches", "MB read", "MB written", "GFLOP", "A100 us", "H100 us", "pass")
+    title = f"Work at {args.work_shape}, {args.dtype}; us: at the least, by what is moved"
+    print_table(title, columns, rows)
+
+
+def _training_steps(gates, shapes, dtype, step: Step) -> Records:
     if not shapes:
         return []
     from ._training_step import h100, step_memory
@@ -188,24 +201,40 @@ def _training_steps(gates, shapes, dtype) -> list[dict[str, Any]]:
         "Chunked": linrec.Chunked(),
         "Scan": linrec.Scan(),
     }
-    print("\nTemporaries of a training step compiled for an H100, MB:")
-    print(f"{'':34}{'method':>9}{'forward':>10}{'and backward':>14}")
     records = []
     for shape in shapes:
-        sizes = tuple(map(int, shape.split(",")))
         for gate in gates:
+            step(f"a training step for an H100: {shape}, gate {gate}")
             for name, method in methods.items():
-                memory = step_memory(method, problem(gate, sizes, dtype), sharding)
-                records.append({"shape": sizes, "gates": gate, "method": name} | memory._asdict())
-                print(
-                    f"{sizes!s:26}{gate:8}{name:>9}{memory.forward_bytes / 1e6:10.1f}"
-                    f"{memory.both_bytes / 1e6:14.1f}",
-                    flush=True,
+                memory = step_memory(method, problem(gate, shape, dtype), sharding)
+                records.append(
+                    {"what": "training_step", "shape": shape, "gate": gate, "method": name}
+                    | memory._asdict()
                 )
     return records
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m linrec.benchmark.kernels", description=__doc__)
-    add_arguments(parser)
-    raise SystemExit(main(parser.parse_args()))
+def _print_steps(records: Records) -> None:
+    rows = [
+        [f"{r['shape']}, gate {r['gate']}"]
+        + [f"{r[name] / 1e6:.1f}" for name in ("forward_bytes", "both_bytes")]
+        + [r["method"]]
+        for r in records
+    ]
+    columns = ("", "forward MB", "forward+backward MB", "method")
+    print_table("Temporaries of a training step compiled for an H100", columns, rows)
+
+
+def _plot(folder: Path, work: Records, steps: Records) -> None:
+    moved, memory = {}, {}
+    for r in work:
+        if r["kernel"] in ("forward", "backward"):
+            bars = moved.setdefault(("Triton", "read and written"), {}).setdefault(r["gate"], {})
+            bars[r["kernel"]] = (r["bytes_read"] + r["bytes_written"]) / 1e6
+    for r in steps:
+        bars = memory.setdefault(("H100", str(r["shape"])), {}).setdefault(r["gate"], {})
+        bars[r["method"]] = r["both_bytes"] / 1e6
+    if moved:
+        write_bars(folder / "kernels-work.png", moved, "MB")
+    if memory:
+        write_bars(folder / "kernels-memory.png", memory, "temporary MB, forward+backward")

@@ -18,7 +18,7 @@ import numpy as np
 
 import linrec
 
-from ._report import print_table, write_json
+from ._report import print_table, progress, write_json, write_lines
 
 
 VOCAB = 256
@@ -68,21 +68,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    records = []
-    for length in args.lengths:
-        chunk_sizes = [args.chunk_size]
-        if length <= args.whole_up_to:
-            chunk_sizes.insert(0, None)
-        gradients = []
-        for chunk_size in chunk_sizes:
-            task = Task(args.mixer, args.size, args.num_layers, length, chunk_size, args.two_level)
-            record, gradient = _in_new_process(task)
-            gradients.append(gradient)
-            record["gradient_error"] = _relative_error(gradients[-1], gradients[0])
-            records.append({**task._asdict(), "how": str(task), **record})
-            print(f"{length:,} tokens, {task}: {record}", file=sys.stderr)
+    records, lines = [], {}
+    with progress(len(args.lengths)) as step:
+        for length in args.lengths:
+            step(f"{length:,} tokens")
+            chunk_sizes = [args.chunk_size]
+            if length <= args.whole_up_to:
+                chunk_sizes.insert(0, None)
+            gradients = []
+            for chunk_size in chunk_sizes:
+                task = Task(
+                    args.mixer, args.size, args.num_layers, length, chunk_size, args.two_level
+                )
+                record, gradient = _in_new_process(task)
+                gradients.append(gradient)
+                record["gradient_error"] = _relative_error(gradients[-1], gradients[0])
+                records.append({**task._asdict(), "how": str(task), **record})
+                lines.setdefault(str(task), {})[length] = record["peak_bytes"] / 2**20
     _print(args, records)
     write_json(args.output / "long.json", "long", records)
+    write_lines(args.output / "long.png", {args.mixer: lines}, "peak MiB", log_y=True)
 
 
 def _print(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:

@@ -38,21 +38,20 @@ class GatedMLP(eqx.Module):
 class Block(AbstractLayer):
     r"""A layer of a model: mixes tokens, then channels, each with a norm and a residual.
 
-        $$u = x + \operatorname{mixer}(\operatorname{RMSNorm}(x)), \qquad
-        y = u + \operatorname{MLP}(\operatorname{RMSNorm}(u))$$
+    $$u = x + \operatorname{mixer}(\operatorname{RMSNorm}(x)), \qquad
+    y = u + \operatorname{MLP}(\operatorname{RMSNorm}(u))$$
 
-        !!! example
+    !!! example
 
-            ```python
-            import jax
-    import jax.numpy as jnp
-            import linrec
+        ```python
+        import jax
+        import linrec
 
-            mixer_key, block_key = jax.random.split(jax.random.key(0))
-            mixer = linrec.nn.Retention(64, key=mixer_key)
-            block = linrec.nn.Block(mixer, key=block_key)
-            y, state = block(jax.numpy.ones((100, 64)))
-            ```
+        mixer_key, block_key = jax.random.split(jax.random.key(0))
+        mixer = linrec.nn.Retention(64, key=mixer_key)
+        block = linrec.nn.Block(mixer, key=block_key)
+        y, state = block(jax.numpy.ones((100, 64)))
+        ```
     """
 
     mixer_norm: eqx.nn.RMSNorm

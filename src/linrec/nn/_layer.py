@@ -29,10 +29,16 @@ class AbstractLayer(eqx.Module):
     !!! example
 
         ```python
-        y, state = layer(x)                  # a whole sequence, from the state the layer holds
-        y, state = layer(x, state)           # go on from a state
-        y_t, state = layer.step(x_t, state)  # one token
-        layer = layer.with_state(state)      # a new layer that holds `state`
+        import jax
+        import linrec
+
+        layer = linrec.nn.Retention(64, key=jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (100, 64))
+
+        y, state = layer(x)                   # a whole sequence, from the state the layer holds
+        y, state = layer(x, state)            # go on from a state
+        y_t, state = layer.step(x[0], state)  # one token
+        layer = layer.with_state(state)       # a new layer that holds `state`
         ```
 
     To write a new kind of layer, subclass [`linrec.nn.AbstractMixer`][] and define `run`.
