@@ -108,7 +108,7 @@ def main():
     if args.process == 0:
         here = jax.tree.map(np.asarray, parameters)
         alone = jax.jit(bits_per_byte)(here, *rows)
-        print("bits per byte of text not seen before (8 would be a guess):")
+        print("bits per byte of the next batch (8 would be a guess):")
         print(f"    {mesh.size} devices together {float(together):.6f}")
         print(f"    one device alone   {float(alone):.6f}")
 

@@ -11,19 +11,22 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def run_together(processes: int, program: Path, *arguments: str) -> list[str]:
-    """Starts `program PROCESS PROCESSES PORT *arguments` that often; what they wrote."""
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("localhost", 0))
-        port = s.getsockname()[1]
+        return s.getsockname()[1]
+
+
+def run_together(programs: list[list[str]]) -> list[str]:
+    """Starts all of them, and gives what they wrote."""
     started = [
         subprocess.Popen(
-            [sys.executable, str(program), str(process), str(processes), str(port), *arguments],
+            [sys.executable, *program],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for process in range(processes)
+        for program in programs
     ]
     try:
         written = [process.communicate(timeout=300)[0] for process in started]
@@ -37,4 +40,22 @@ def run_together(processes: int, program: Path, *arguments: str) -> list[str]:
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_like_one_device(processes):
-    run_together(processes, HERE / "parallel_worker.py")
+    worker, port = str(HERE / "parallel_worker.py"), str(free_port())
+    run_together([[worker, str(i), str(processes), port] for i in range(processes)])
+
+
+def test_example():
+    """It prints the loss of all devices together, and of one alone."""
+    program = str(HERE.parent / "examples" / "train_parallel.py")
+    small = ["--steps", "2", "--length", "32", "--batch", "2", "--size", "16"]
+    place = ["--devices", "4", "--seq-shards", "2", "--processes", "2"]
+    address = ["--coordinator", f"localhost:{free_port()}"]
+    programs = [[program, *small, *place, *address, "--process", str(i)] for i in range(2)]
+    first, _ = run_together(programs)
+    loss = {
+        who: float(line.split()[-1])
+        for line in first.splitlines()
+        for who in ("4 devices together", "one device alone")
+        if who in line
+    }
+    assert abs(loss["4 devices together"] / loss["one device alone"] - 1) < 1e-5

@@ -113,7 +113,7 @@ def _ring_attention(mesh: Mesh, q: Array, k: Array, v: Array, gk: Array) -> Arra
     @partial(jax.shard_map, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
     def run(q, k, v):
         _, T, _, K = q.shape
-        rank, t = jax.lax.axis_index("seq"), jnp.arange(T)
+        rank, t = jax.lax.axis_index("seq"), jnp.arange(T, dtype=jnp.int32)
         o, total = jnp.zeros_like(q), jnp.zeros_like(q[..., 0])
         largest = jnp.full_like(total, -jnp.inf)
         for i in range(devices):
