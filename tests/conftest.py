@@ -3,13 +3,14 @@ from importlib.metadata import version
 
 
 # The plugin of the GPU path would look for a GPU. Most of the time of the tests is compilation:
-# leave out what makes programs fast. Some tests take several devices, which have to be there when
-# JAX starts.
-FLAGS = ["--xla_backend_optimization_level=0", "--xla_force_host_platform_device_count=8"]
-if version("jax").startswith("0.10."):  # later versions of XLA do not know it
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
+# leave out what makes programs fast. (Later versions of XLA do not know the last flag.) Some tests
+# take several devices, which have to be there when JAX starts.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=8"
+    + (" --xla_cpu_use_fusion_emitters=false" if version("jax").startswith("0.10.") else ""),
+)
 
 import jax
 import pytest

@@ -46,8 +46,8 @@ def main(process: int, processes: int, port: int) -> None:
         name: jax.make_array_from_process_local_data(sharding, x[own])
         for name, x in arguments.items()
     }
-    actual = everything(linrec.SequenceParallel(linrec.Chunked(8), mesh, "seq"), placed)
-    expected = everything(linrec.Chunked(8), arguments)
+    actual = everything(linrec.SequenceParallel(linrec.Scan(), mesh, "seq"), placed)
+    expected = everything(linrec.Scan(), arguments)
     assert not actual[0].is_fully_addressable
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         for shard in a.addressable_shards:

@@ -14,6 +14,7 @@ from linrec.benchmark._cases import Case
 from linrec.benchmark._check import Problem
 from linrec.benchmark._contestants import BASELINE, CHUNK_SCAN, Contestant, linrec_method
 from linrec.benchmark._timing import interleave
+from linrec.benchmark.parallel import CONTESTANTS
 
 
 TINY = ["--shapes", "1,64,1,4,2", "--gates", "gk"]
@@ -147,19 +148,47 @@ def test_baselines_are_right():
 
 def test_kernels(tmp_path):
     """Compiled without spilling, and moving no more than they should."""
-    options = ["--gates", "scalar", "key", "--targets", "sm_80", "--sizes", "128"]
+    options = ["--gates", "g", "gk", "--targets", "sm_80", "--sizes", "128"]
     assert main(["kernels", *options, "--step-shapes", "--output", str(tmp_path)]) == 0
-    records = json.loads((tmp_path / "kernels.json").read_text())
-    assert len(records["resources"]) == 2 * 6
-    for record in records["resources"]:
+    records = read(tmp_path / "kernels.json")
+    resources = [r for r in records if r["what"] == "resources"]
+    assert len(resources) == 2 * 6
+    for record in resources:
         assert record["spilled_bytes"] == 0
         if record["kernel"] in ("output", "d_key", "d_value"):
             assert record["blocks_per_sm"] >= 2
             assert record["tensor_core_instructions"] > 0
-    passes = {(r["gates"], r["kernel"]): r for r in records["work"]}
+    passes = {(r["gate"], r["kernel"]): r for r in records if r["what"] == "work"}
     moved = lambda r: (r["bytes_read"] + r["bytes_written"]) / 1e6
-    for gates, forward, backward in (("scalar", 1.8, 6.2), ("key", 3.1, 7.9)):
+    for gates, forward, backward in (("g", 1.8, 6.2), ("gk", 3.1, 7.9)):
         assert passes[gates, "forward"]["launches"] == 2
         assert passes[gates, "backward"]["launches"] == 3
         assert moved(passes[gates, "forward"]) < forward
         assert moved(passes[gates, "backward"]) < backward
+
+
+def test_parallel(tmp_path, capsys):
+    sizes = ["--heads", "1", "--channels", "8", "--lengths", "16", "32", "--many", "16"]
+    assert main(["parallel", *sizes, "--devices", "4", "--output", str(tmp_path)]) == 0
+    records = read(tmp_path / "parallel.json")
+    state_and_decay = 4 * (8 * 8 + 8 + 1)
+    received = {
+        (r["contestant"], r["devices"], r["length"], r["pass"]): r["received_bytes"]
+        for r in records
+        if "pass" in r
+    }
+    for length in (16, 32):
+        assert received["linrec, all_gather", 4, length, "forward"] == 3 * state_and_decay
+        assert received["ring attention", 4, length, "forward"] == 4 * 3 * length // 4 * 2 * 8
+    assert received["linrec, log_step", 16, 1024, "forward+backward"] == 2 * 5 * state_and_decay
+    assert all(0 < r["efficiency"] < 1 for r in records if "efficiency" in r)
+    assert "Projection" in capsys.readouterr().out
+    assert (tmp_path / "parallel.png").exists()
+
+
+def test_ring_attention_is_attention():
+    mesh = jax.sharding.Mesh(jax.devices()[:4], ("seq",))
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 4), jnp.float32)
+    expected = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+    actual = jax.jit(partial(CONTESTANTS["ring attention"], mesh))(q, k, v, v)
+    assert jnp.allclose(actual, expected, atol=1e-5)

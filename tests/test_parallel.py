@@ -55,6 +55,17 @@ def test_lengths_that_do_not_divide(T):
     check(Case("gk", T=T), parallel(8))
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_padding_may_hold_anything(reverse):
+    case = ONE_ROW._replace(gates="gk", packing=PACKING, reverse=reverse)
+    arguments = case.arguments()
+    for name in ("query", "key", "value", "gk"):
+        arguments[name] = arguments[name].at[:, PACKING[-1] :].set(jnp.nan)
+    actual = evaluate(arguments, case.options(), parallel(4, METHODS["chunked-16"]))
+    expected = dict(reference(case))
+    assert_close(actual, expected, "float32", {})
+
+
 @pytest.mark.parametrize("strength", ["strong", "-200", "-inf", "-1e4", "growth"])
 def test_gates_of_any_strength(strength):
     check(ONE_ROW._replace(gates="all", strength=strength), parallel(4))
@@ -94,9 +105,7 @@ def test_two_by_two_with_batch(packing):
     case = ONE_ROW._replace(gates="all", packing=packing)
     rows = [case._replace(seed=seed) for seed in range(2)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *(row.arguments() for row in rows))
-    sharded = jax.device_put(
-        stacked, NamedSharding(method.mesh, PartitionSpec("data"))
-    )
+    sharded = jax.device_put(stacked, NamedSharding(method.mesh, PartitionSpec("data")))
     run = lambda arguments: evaluate(arguments, case.options(), method)
     actual = jax.jit(jax.vmap(run, spmd_axis_name="data"))(sharded)
     for i, row in enumerate(rows):
@@ -133,9 +142,7 @@ def test_second_order():
 def test_chunk_size_is_of_every_shard():
     method = parallel(4, linrec.Chunked(16))
     case = ONE_ROW._replace(gates="gk")
-    run = jax.jit(
-        lambda arguments: linrec.recurrent(**arguments, method=method, chunk_size=8)
-    )
+    run = jax.jit(lambda arguments: linrec.recurrent(**arguments, method=method, chunk_size=8))
     o, state = run(case.arguments())
     expected = reference(case)
     results = {"output": o, "final_state": state}

@@ -1,6 +1,5 @@
 """Several processes on this machine, through `jax.distributed`."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -17,11 +16,9 @@ def run_together(processes: int, program: Path, *arguments: str) -> list[str]:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
-    environment = {name: x for name, x in os.environ.items() if name != "XLA_FLAGS"}
     started = [
         subprocess.Popen(
             [sys.executable, str(program), str(process), str(processes), str(port), *arguments],
-            env=environment | {"XLA_FLAGS": "--xla_backend_optimization_level=0"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -133,6 +133,6 @@ class Piece(NamedTuple):
         return (self.bounds[:-1] < boundary) & (boundary < self.bounds[1:])
 
     def ends(self, pieces: int) -> Bool[Array, " num_seqs"]:
-        """Which sequences end in this one of so many pieces. Empty ones do so in one of them too."""
+        """Which sequences end in this one of so many pieces. Every one does so in one of them."""
         last = self.bounds[:-1] if self.reverse else self.bounds[1:] - 1
         return jnp.clip(last // self.size, 0, pieces - 1) == self.begin // self.size

@@ -58,11 +58,10 @@ class SequenceParallel(AbstractMethod):
     - `axis`: the axis of `mesh` over which the sequence axis is sharded. Lengths that it does not
         divide are padded.
     - `batch_axis`, `head_axis`: axes of `mesh` over which the batch and the heads are sharded.
-        Under `jax.vmap`, name the axis of the mapped rows there: `jax.vmap(f,
-        spmd_axis_name="data")`.
+        Rows that are mapped over name theirs there: `jax.vmap(f, spmd_axis_name="data")`.
     - `exchange`: `"all_gather"` sends every state to every device at once. `"log_step"` passes
-        them on in about `log2` of the number of shards steps. Defaults to the first for up to 8
-        shards, to the second for more.
+        states on, in about as many steps as the number of shards has binary digits. Defaults to the
+        first for up to 8 shards, to the second for more.
     """
 
     method: AbstractMethod
@@ -234,8 +233,9 @@ def _as_map(inputs: Inputs, piece: Piece) -> _Map:
     counts = ((begin <= t) & (t < end) & goes_out)[None, :, None, None]
 
     def of_query_heads(x: Array) -> Array:
-        groups = inputs.q.shape[2] // x.shape[2]
-        return jnp.repeat(x.astype(inputs.state_dtype), groups, axis=2)
+        # First of all without what is padding: it may hold anything.
+        x = jnp.where(counts, x.astype(inputs.state_dtype), 0)
+        return jnp.repeat(x, inputs.q.shape[2] // x.shape[2], axis=2)
 
     def sums(*gates: Array | None) -> tuple[Array, Array]:
         """Of the gates after each token, and of all."""
@@ -254,15 +254,14 @@ def _as_map(inputs: Inputs, piece: Piece) -> _Map:
     g_key, all_key = sums(g, g_gamma, inputs.gk)
     g_value, all_value = sums(inputs.gv)
     # Over a whole shard the gates of keys and of values may each overflow, where together they
-    # cancel. What is moved from one to the other makes both factors the root of the largest product.
+    # cancel. What is moved from one to the other makes the largest factors of both equal.
     largest = lambda g: jnp.max(g, axis=-1, keepdims=True)
     moved = jax.lax.stop_gradient((largest(g_key) - largest(g_value)) / 2)
-    k = jnp.where(counts, of_query_heads(inputs.k) * jnp.exp(g_key - moved), 0)
+    k = of_query_heads(inputs.k) * jnp.exp(g_key - moved)
     v = of_query_heads(inputs.v) * jnp.exp(g_value + moved)
     written = jnp.einsum("bthk,bthv->bhkv", k, v, precision=inputs.precision)
     shard = _Map(all_key[..., None], all_value[..., None, :], written)
-    if_starts_here = lambda x, otherwise: jnp.where(goes_out & ~comes_in, x, otherwise)
-    start = if_starts_here(inputs.initial_state[:, n], 0)
+    start = jnp.where(goes_out & ~comes_in, inputs.initial_state[:, n], 0)
     return _Map(
         jnp.where(goes_out & comes_in, shard.g_key, _FORGET),
         shard.g_value,

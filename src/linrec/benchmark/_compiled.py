@@ -51,6 +51,7 @@ class Resources(NamedTuple):
 def compile_call(call: Call, target: Target) -> Resources:
     """As jax_triton does it: arrays aligned to 16 bytes, integers that are 1 built in."""
     import triton
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -71,16 +72,19 @@ def compile_call(call: Call, target: Target) -> Resources:
     signature |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(call.kernel, signature=signature, constexprs=constants, attrs=attributes)
     begin = time.perf_counter()
-    kernel = triton.compile(
-        source,
-        target=GPUTarget(target.backend, target.arch, target.warp),
-        options={
-            "num_warps": call.warps,
-            "num_stages": call.stages,
-            "enable_fp_fusion": True,
-        },
-    )
-    seconds = time.perf_counter() - begin
+    # A cache that is empty: what was compiled before would take no time.
+    with tempfile.TemporaryDirectory() as cache, knobs.cache.scope():
+        knobs.cache.dir = cache
+        kernel = triton.compile(
+            source,
+            target=GPUTarget(target.backend, target.arch, target.warp),
+            options={
+                "num_warps": call.warps,
+                "num_stages": call.stages,
+                "enable_fp_fusion": True,
+            },
+        )
+        seconds = time.perf_counter() - begin
     shared = kernel.metadata.shared
     assert shared <= target.shared_bytes_per_block, f"{call.name} does not fit {target.name}"
     if target.backend == "hip":

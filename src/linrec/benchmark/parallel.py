@@ -29,7 +29,8 @@ PEAK_FLOPS = 989e12
 LINK_BYTES = 50e9
 # Assumptions.
 UTILISATION = 0.4
-LATENCY = 10e-6
+LATENCY = 10e-6  # seconds, of one message
+TOKEN_SHARE = 0.5  # of the bytes of tokens, which are counted in float32 and sent in bfloat16
 CHUNK = 64
 
 
@@ -111,7 +112,7 @@ def _ring_attention(mesh: Mesh, q: Array, k: Array, v: Array, gk: Array) -> Arra
 
     @partial(jax.shard_map, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)
     def run(q, k, v):
-        B, T, H, K = q.shape
+        _, T, _, K = q.shape
         rank, t = jax.lax.axis_index("seq"), jnp.arange(T)
         o, total = jnp.zeros_like(q), jnp.zeros_like(q[..., 0])
         largest = jnp.full_like(total, -jnp.inf)
@@ -141,46 +142,45 @@ CONTESTANTS = {
 def _project(args: argparse.Namespace, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Time of a layer, forward and backward, with so many tokens on each of many devices.
 
-    Work and communication do not overlap. The recurrence's bytes are those of the program for as
-    many devices; those of the others are proportional to the tokens that come from elsewhere.
+    The recurrence's bytes are those of the program for as many devices; those of the others grow
+    with the tokens that come from elsewhere. Only ring attention sends while it computes.
     """
     H, K, L = args.heads, args.channels, args.tokens_per_device
-    size = H * K
+    size, last = H * K, args.lengths[-1]
     dense = 3 * 2 * 12 * size**2 * L  # projections and MLP
     recurrence = 3 * 2 * L * H * (2 * CHUNK * K + 3 * K * K)
     seconds = lambda flops: flops / (UTILISATION * PEAK_FLOPS)
-    last = args.lengths[-1]
-    by_name = {
-        r["contestant"]: r["received_bytes"] / (last - last / args.devices)
-        for r in _of_lengths(args, records)
-        if r["length"] == last and r["pass"] == PASSES[1]
+    both = [r for r in records if r["pass"] == PASSES[1]]
+    per_token = {
+        r["contestant"]: TOKEN_SHARE * r["received_bytes"] / (last * (1 - 1 / args.devices))
+        for r in both
+        if r["length"] == last and r["devices"] == args.devices
     }
     projection = []
-    for devices in args.many:
-        (exchanged,) = (
-            r["received_bytes"]
-            for r in records
-            if r["devices"] == devices and r["length"] == devices * CHUNK and r["pass"] == PASSES[1]
+    for P in args.many:
+        exchanged = next(
+            r["received_bytes"] for r in both if r["devices"] == P and r["length"] == P * CHUNK
         )
-        elsewhere = (devices - 1) * L
-        steps = 2 * (1 + math.ceil(math.log2(max(devices - 1, 1))))
-        # What every device has to do, the work that is done once more on each, bytes, messages.
+        steps = 2 * (1 + math.ceil(math.log2(P - 1)))
+        attention = 3 * 2 * L * (P * L) * size
+        elsewhere = (P - 1) * L
+        # Work, work that is repeated on every device, bytes, messages.
         plans = {
             "linrec, log_step": (recurrence, 0, exchanged, steps),
-            "plain jit": (recurrence, (devices - 1) * recurrence, by_name["plain jit"] * elsewhere, 2),
-            "ring attention": (
-                3 * 4 * L * L * devices * size // 2,
-                0,
-                by_name["ring attention"] * elsewhere,
-                2 * (devices - 1),
+            "plain jit": (
+                recurrence, (P - 1) * recurrence, per_token["plain jit"] * elsewhere, 2,
             ),
-        }
-        for name, (work, repeated, size_in_bytes, messages) in plans.items():
+            "ring attention": (
+                attention, 0, per_token["ring attention"] * elsewhere, 2 * (P - 1),
+            ),
+        }  # fmt: skip
+        for name, (work, repeated, received, messages) in plans.items():
             needed = seconds(dense + work)
-            sending = size_in_bytes / LINK_BYTES + messages * LATENCY
-            taken = needed + seconds(repeated) + sending
+            sending = received / LINK_BYTES + messages * LATENCY
+            hidden = min(sending, seconds(work)) if name == "ring attention" else 0
+            taken = needed + seconds(repeated) + sending - hidden
             projection.append(
-                {"contestant": name, "projected_devices": devices, "bytes": size_in_bytes}
+                {"contestant": name, "projected_devices": P, "bytes": received}
                 | {"sending_seconds": sending, "seconds": taken, "efficiency": needed / taken}
             )
     return projection

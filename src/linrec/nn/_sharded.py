@@ -91,7 +91,8 @@ class Shard(AbstractTimeline):
         given = rows[n][jnp.clip(place + M, 0, M - 1)]
         over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
         came = jnp.where(over(place >= 0, given), self._tokens_before(x, M), given)
-        return self.local.extend(self._of_sequences(jnp.where(over(comes_in, rows), came[None], rows)), x)
+        rows = jnp.where(over(comes_in, rows), came[None], rows)
+        return self.local.extend(self._of_sequences(rows), x)
 
     def _tokens_before(self, x: Array, number: int) -> Array:
         """So many tokens before the shard, from as many other shards as it takes."""
