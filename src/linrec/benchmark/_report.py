@@ -117,7 +117,8 @@ def write_bars(
             if j == 0:
                 axes.set_ylabel(unit)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
+    ncols = min(len(names), 3 * len(columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False)
     _save(figure, path)
 
 
