@@ -13,7 +13,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from .._inputs import Inputs
+from .._inputs import Inputs, Tokens
 from .._types import CuSeqlens
 from .._varlen import Piece
 from .base import AbstractMethod
@@ -109,7 +109,7 @@ class SequenceParallel(AbstractMethod):
             in_specs=(of_tokens, of_sequences, PartitionSpec(self.batch_axis), PartitionSpec()),
             out_specs=(of_tokens, of_sequences),
         )
-        def run(tokens, per_sequence, scale, bounds):
+        def run(tokens: Tokens, per_sequence, scale, bounds):
             piece = cut.piece(bounds, inputs.reverse)
             g_gamma, initial_state = per_sequence
             cu_seqlens = piece.cu_seqlens if cut.ragged else None
@@ -190,7 +190,7 @@ class OneShard(AbstractMethod):
         piece, axis, shards = self.piece, self.parallel.axis, self.parallel.shards
         exchange = self.parallel.exchange or ("all_gather" if shards <= _FEW_SHARDS else "log_step")
         ring = _Ring(axis, shards, inputs.reverse, exchange == "log_step")
-        h = _incoming(ring, _as_map(inputs, piece))
+        h = jnp.asarray(_incoming(ring, _as_map(inputs, piece)))
         comes_in = piece.comes_in()[None, :, None, None, None]
         initial_state = jnp.where(comes_in, h[:, None], inputs.initial_state)
         inputs = dataclasses.replace(inputs, initial_state=initial_state)
@@ -323,7 +323,7 @@ def _incoming_backward(ring: _Ring, residuals, d_h: Array):
     """The gradient goes the same way back, through the same decays."""
     g_key, g_value, h = residuals
     back = ring._replace(reverse=not ring.reverse)
-    d_state = _incoming(back, _Map(g_key, g_value, d_h))
+    d_state = jnp.asarray(_incoming(back, _Map(g_key, g_value, d_h)))
     d_decay = _Map(g_key, g_value, d_h).decay(h) * d_state
     d_key, d_value = (_sum_to(x.shape, d_decay) for x in (g_key, g_value))
     return (_Map(d_key, d_value, d_state),)

@@ -22,7 +22,7 @@ def h100() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(h100_devices()[0])
 
 
-def h100_devices() -> list[jax.Device]:
+def h100_devices() -> list:
     """Eight of them, that programs can be compiled for."""
     description = (Path(__file__).parent / "h100.txtpb").read_text()
     topology = topologies.get_topology_desc("", "cuda", target_config=description, topology="1x1x8")
