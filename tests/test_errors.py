@@ -78,8 +78,9 @@ MISTAKES = {
         },
         "initial_state=...)` expects shape (2, 4, 8, 8), one state per sequence, but has shape",
     ),
-    "chunk_size": ({"chunk_size": 0}, "`chunk_size` expects the number of tokens of a piece"),
-    "float chunk_size": ({"chunk_size": 2.5}, "`chunk_size` expects the number of tokens"),
+    "chunk_size": ({"chunk_size": 0}, "`chunk_size` expects 1 or more, but got 0"),
+    "float chunk_size": ({"chunk_size": 2.5}, "`chunk_size` expects an integer, but got 2.5"),
+    "bool chunk_size": ({"chunk_size": True}, "`chunk_size` expects an integer, but got True"),
     "unknown method": (
         {"method": "triton"},
         "method=...)` expects one of `linrec.Auto()`, `linrec.Scan()`",

@@ -100,6 +100,26 @@ def test_sample():
     check(squares / squares.sum(), temperature=0.5)
 
 
+def test_ties():
+    """The first of equally likely tokens is the likelier, as it is for `argmax`."""
+    keys = jax.random.split(jax.random.key(0), 50)
+    logits, one = jnp.array([0.0, 1.0, 1.0, 1.0]), jnp.float32(1.0)
+    draw = lambda **options: {
+        int(token)
+        for token in jax.vmap(
+            lambda key: sample(logits, key, one, **{"top_k": None, "top_p": None} | options)
+        )(keys)
+    }
+    assert draw(top_k=jnp.int32(1)) == draw(top_p=jnp.float32(1e-6)) == {1}
+    assert draw(top_k=jnp.int32(2)) == draw(top_p=jnp.float32(0.5)) == {1, 2}
+
+
+def test_no_tokens(model):
+    tokens, state = nn.generate(model, PROMPT, 0, jax.random.key(0))
+    assert tokens.shape == (0,)
+    assert state[0].position.tolist() == [2, 2]
+
+
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize(
     ("options", "message"),
@@ -109,9 +129,14 @@ def test_sample():
         ({"temperature": -1.0}, "`temperature` must not be negative"),
         ({"top_k": 0}, "`top_k` expects 1 or more"),
         ({"top_p": 1.5}, "`top_p` expects a probability"),
+        ({"temperature": float("nan")}, "`temperature` must not be negative"),
+        ({"max_tokens": -1}, "expects 0 or more"),
+        ({"max_tokens": 2.5}, "expects an integer, but got 2.5"),
+        ({"prompt": jnp.ones((2,))}, "expects tokens, which are integers"),
+        ({"stop": 3.7}, "expects tokens, which are integers"),
     ],
 )
 def test_mistakes(model, options, message):
     arguments = {"prompt": PROMPT, "max_tokens": 2, "key": jax.random.key(0), **options}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         nn.generate(model, **arguments)

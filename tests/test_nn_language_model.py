@@ -77,6 +77,34 @@ def test_loss():
     assert jax.tree.structure(loss_state) == jax.tree.structure(state)
 
 
+def test_targets_that_do_not_count():
+    model = make_model()
+    loss = eqx.filter_jit(model.loss)
+    tokens, targets = jnp.array([3, 1, 4, 1, 5]), jnp.array([1, 4, -100, -1, 99])
+    packed, _ = loss(tokens, targets, cu_seqlens=jnp.array([0, 4], jnp.int32))
+    np.testing.assert_allclose(packed, loss(tokens[:2], targets[:2])[0], rtol=1e-5)
+    assert jnp.isnan(loss(tokens, targets)[0])  # 99 is no token
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(
+    ("targets", "error", "message"),
+    [
+        (jnp.zeros((1,), jnp.int32), ValueError, "expects a target for each token"),
+        (jnp.zeros((2,)), TypeError, "expects targets that are integers"),
+    ],
+)
+def test_wrong_targets(targets, error, message):
+    with pytest.raises(error, match=message):
+        make_model(1).loss(jnp.array([3, 1]), targets)
+
+
+def test_mixers_of_different_sizes():
+    make_mixer = lambda layer_idx, key: nn.Retention(4 + 4 * layer_idx, 1, key=key)
+    with pytest.raises(ValueError, match=r"expects mixers of one size, but they have \[4, 8\]"):
+        make_model(2, make_mixer)
+
+
 def test_learns():
     """A cycle of tokens is learnt in a few steps."""
     import optax

@@ -74,6 +74,15 @@ def test_truncated():
     assert not np.allclose(gradient.embedding.weight, whole_gradient()[1].embedding.weight)
 
 
+@pytest.mark.parametrize(("chunk_size", "expected"), [(2, 1), (3, 3), (6, 15), (100, 15)])
+def test_truncated_gradient_of_the_first_state(chunk_size, expected):
+    """It is that of the first chunk, which nothing cuts off from it."""
+    x = jnp.arange(6.0)
+    function = lambda x, state: (jnp.sum(x * state), state + jnp.sum(x))
+    run = lambda state: linrec.scan_chunks(function, x, state, chunk_size, truncate=True)[0]
+    assert jax.grad(run)(jnp.array(1.0)) == expected
+
+
 @pytest.mark.parametrize("chunk_size", [5, T - 1, 100])
 def test_outputs_are_joined(chunk_size):
     layer = linrec.nn.Retention(4, 1, dtype=jnp.float32, key=jax.random.key(0))
@@ -111,7 +120,7 @@ def test_memory_is_bounded():
     [
         ((jnp.ones((3, 2)), jnp.ones((4, 2))), 2, "one common sequence axis"),
         (jnp.ones(()), 2, "one common sequence axis"),
-        (jnp.ones((3, 2)), 0, "expects 1 token or more"),
+        (jnp.ones((3, 2)), 0, "expects 1 or more, but got 0"),
     ],
 )
 def test_mistakes(xs, chunk_size, message):

@@ -47,14 +47,14 @@ def by_contestant(records: Records, key: str, scale: float, form: str, what: str
             if (tuple(r["shape"]), r["dtype"]) == (shape, dtype)
         }
         contestants, gates, passes = map(dict.fromkeys, zip(*chosen, strict=True))
-        header = [f"{what}; {shape_text(shape)}, {dtype}"]
+        header = [what]
         header += [f"`{gate}` {which.replace('+', ' + ')}" for gate in gates for which in passes]
         rows = [
             [name]
             + [_cell(chosen.get((name, g, p)), key, scale, form) for g in gates for p in passes]
             for name in contestants
         ]
-        yield table(header, rows)
+        yield f"**{shape_text(shape)}, {dtype}**\n\n{table(header, rows)}"
 
 
 def speed(records: Records) -> Iterator[str]:
@@ -134,11 +134,12 @@ def results(command: str) -> str:
         if document["command"] != command or path.stem.endswith("-growth"):
             continue
         parts += COMMANDS[command](document["records"])
+        arguments = re.sub(r" --output \S+", "", document["arguments"])
         parts.append(
             f"Python {document['python']}, JAX {document['jax']}, {document['cpu_count']} cores, "
-            f"{document['time'][:10]}: `python -m linrec.benchmark {document['arguments']}`\n"
+            f"{document['time'][:10]}: `python -m linrec.benchmark {arguments}`\n"
         )
-    return "\n".join(parts)
+    return "\n".join(["", *parts, ""]) if parts else ""
 
 
 def fill(page: str) -> str:

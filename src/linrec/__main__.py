@@ -10,6 +10,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import jax
 
@@ -103,7 +104,7 @@ def _choices(case: Case) -> Iterator[str]:
 
     def ask() -> None:
         optional = ("g", "g_gamma", "gk", "gv", "softmax_scale", "initial_state", "cu_seqlens")
-        arguments = dict.fromkeys(optional) | case.inputs()
+        arguments: dict[str, Any] = dict.fromkeys(optional) | case.inputs()
         inputs, _ = canonicalise("linrec.recurrent", **arguments, reverse=False)
         for name in platforms:
             platforms[name] = linrec.Auto().select(inputs, name)

@@ -4,12 +4,14 @@
 batched, with a state, with at most one gate of each kind.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
 
@@ -82,6 +84,17 @@ class Layout(NamedTuple):
         return (output, final_state) if self.batched else (output[0], final_state[0])
 
 
+def count(argument: str, number: Any, least: int = 1) -> int:
+    """`number` as an `int`, for arguments that have to be known when a program is traced."""
+    if isinstance(number, Tracer):
+        raise ValueError(f"{argument} shapes the program: it cannot be traced, but is {number}.")
+    if isinstance(number, bool) or not hasattr(number, "__index__"):
+        raise ValueError(f"{argument} expects an integer, but got {number!r}.")
+    if operator.index(number) < least:
+        raise ValueError(f"{argument} expects {least} or more, but got {number!r}.")
+    return operator.index(number)
+
+
 def canonicalise(
     name: str,
     query: Any,
@@ -95,6 +108,7 @@ def canonicalise(
     initial_state: Any,
     reverse: bool,
     cu_seqlens: Any,
+    state_argument: str = "initial_state",
 ) -> tuple[Inputs, Layout]:
     """Checks everything, once. `name` is the function the caller called, for the errors."""
 
@@ -206,9 +220,9 @@ def canonicalise(
     if initial_state is None:
         initial_state = jnp.zeros((B, N, H, K, V), compute_dtype)
     else:
-        initial_state = as_float("initial_state", initial_state)
+        initial_state = as_float(state_argument, initial_state)
         rows = "one state per sequence" if packed else "one state per row" if batched else "a state"
-        expect("initial_state", initial_state, state_shape, meaning=rows)
+        expect(state_argument, initial_state, state_shape, meaning=rows)
         initial_state = initial_state.astype(compute_dtype).reshape(B, N, H, K, V)
 
     def with_batch(x: Any) -> Any:

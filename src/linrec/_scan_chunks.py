@@ -3,9 +3,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
+
+from ._inputs import count
 
 
 def scan_chunks(
@@ -64,49 +67,49 @@ def scan_chunks(
             "`linrec.scan_chunks(function, xs, ...)` expects arrays with one common sequence axis "
             f"in front, but got shapes {[jnp.shape(x) for x in jax.tree.leaves(xs)]}."
         )
-    if chunk_size < 1:
-        raise ValueError(
-            f"`linrec.scan_chunks(..., chunk_size=...)` expects 1 token or more, but got "
-            f"{chunk_size}."
-        )
+    chunk_size = count("`linrec.scan_chunks(..., chunk_size=...)`", chunk_size)
     ((T,),) = lengths
     if chunk_size >= T:
         return function(xs, state)
 
     # In a loop, common subexpressions cannot undo the checkpoint: no need to guard against it.
     @partial(jax.checkpoint, prevent_cse=False)
-    def run_chunk(state, chunk):
-        ys, state = function(chunk, jax.lax.stop_gradient(state) if truncate else state)
-        return state, ys
+    def run_chunk(carry, chunk):
+        first, state = carry
+        if truncate:
+            known = lambda x: jnp.where(first, x, jax.lax.stop_gradient(x))
+            state = jax.tree.map(lambda x: known(x) if eqx.is_inexact_array(x) else x, state)
+        ys, state = function(chunk, state)
+        return (jnp.zeros_like(first), state), ys
 
     @partial(jax.checkpoint, prevent_cse=False)
-    def run_group(state, chunk):
-        return _scan(run_chunk, chunk_size, state, chunk)
+    def run_group(carry, chunk):
+        return _scan(run_chunk, chunk_size, carry, chunk)
 
     # Groups of chunks, then the chunks that are left, then the tokens that are left.
     plan = [(run_chunk, chunk_size), (run_chunk, T % chunk_size)]
     if two_level:
         plan.insert(0, (run_group, math.isqrt(T // chunk_size) * chunk_size))
-    pieces, begin = [], 0
+    carry, pieces, begin = (jnp.ones((), bool), state), [], 0
     for run, size in plan:
         end = T - (T - begin) % size if size > 0 else begin
         if end > begin:
-            state, ys = _scan(run, size, state, _cut(xs, begin, end))
+            carry, ys = _scan(run, size, carry, _cut(xs, begin, end))
             pieces.append(ys)
             begin = end
-    return jax.tree.map(_join, *pieces), state
+    return jax.tree.map(_join, *pieces), carry[1]
 
 
 def _cut(xs, begin, end):
     return jax.tree.map(lambda x: x[begin:end], xs)
 
 
-def _scan(run, size, state, xs):
+def _scan(run, size, carry, xs):
     """Scans `run` over pieces of `size` tokens and joins what comes out."""
     cut = lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:])
-    state, ys = jax.lax.scan(run, state, jax.tree.map(cut, xs))
+    carry, ys = jax.lax.scan(run, carry, jax.tree.map(cut, xs))
     merge = lambda y: jnp.sum(y, axis=0) if y.ndim == 1 else y.reshape(-1, *y.shape[2:])
-    return state, jax.tree.map(merge, ys)
+    return carry, jax.tree.map(merge, ys)
 
 
 def _join(*pieces):

@@ -105,6 +105,7 @@ def step(
         state,
         False,
         None,
+        state_argument="state",
     )
     elsewhere = partial(_one_token, layout.batched)
     on_gpu = Auto().select(inputs, "gpu")

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from .._inputs import Inputs, Tokens
+from .._inputs import count, Inputs, Tokens
 from .._varlen import plan_pieces, Windows
 from .auto import Auto
 from .base import AbstractMethod
@@ -26,15 +26,8 @@ class Segmented(AbstractMethod):
     Has reverse-mode derivatives of every order. For forward mode use [`linrec.Scan`][].
     """
 
-    chunk_size: int = eqx.field(static=True)
+    chunk_size: int = eqx.field(static=True, converter=partial(count, "`chunk_size`"))
     method: AbstractMethod = Auto()
-
-    def __check_init__(self):
-        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
-            raise ValueError(
-                "`chunk_size` expects the number of tokens of a piece, 1 or more, but got "
-                f"{self.chunk_size}."
-            )
 
     def unsupported(self, inputs: Inputs) -> str | None:
         return self.method.unsupported(inputs)

@@ -117,7 +117,8 @@ def write_bars(
             if j == 0:
                 axes.set_ylabel(unit)
     handles, labels = grid[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(names), frameon=False)
+    ncols = min(len(names), 3 * len(columns))
+    figure.legend(handles, labels, loc="outside lower center", ncols=ncols, frameon=False)
     _save(figure, path)
 
 
@@ -130,7 +131,7 @@ def write_row_of_bars(path: Path, title: str, bars: dict[str, float], unit: str)
     drawn = axes.barh(list(bars), list(bars.values()))
     axes.bar_label(drawn, fmt="{:.2f}", padding=3, fontsize=8)
     axes.invert_yaxis()
-    axes.set_title(title, fontsize=10)
+    figure.suptitle(title, fontsize=10)
     axes.set_xlabel(unit)
     axes.spines[["top", "right"]].set_visible(False)
     _save(figure, path)

@@ -67,7 +67,8 @@ def main(args: argparse.Namespace) -> int:
         work = _work(args.gates, args.work_shape, args.dtype, step)
         _print_work(work, args)
         steps = _training_steps(args.gates, args.step_shapes, args.dtype, step)
-        _print_steps(steps)
+        if steps:
+            _print_steps(steps)
     write_json(args.output / "kernels.json", "kernels", resources + work + steps)
     _plot(args.output, work, steps)
     spills = [

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from .._inputs import count
 from ._layer import AbstractLayer
 from ._sample import sample
 
@@ -68,7 +69,14 @@ def generate(
             "`linrec.nn.generate(model, prompt, ...)` expects tokens of shape (seq,), one at "
             f"least, but got shape {prompt.shape}. For a batch of prompts, use `jax.vmap`."
         )
-    if isinstance(temperature, int | float) and temperature < 0:
+    for argument, tokens in (("prompt", prompt), ("stop", stop)):
+        if tokens is not None and not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+            raise TypeError(
+                f"`linrec.nn.generate(..., {argument}=...)` expects tokens, which are integers, "
+                f"but got {jnp.result_type(tokens)}."
+            )
+    max_tokens = count("`linrec.nn.generate(..., max_tokens=...)`", max_tokens, least=0)
+    if isinstance(temperature, int | float) and not temperature >= 0:
         raise ValueError(f"`temperature` must not be negative, but is {temperature}.")
     if isinstance(top_k, int) and top_k < 1:
         raise ValueError(f"`top_k` expects 1 or more tokens, but is {top_k}.")
@@ -97,6 +105,9 @@ def _generate(model, prompt, max_tokens, key, temperature, top_k, top_p, stop, s
         # The last token of the prompt goes through `step`: its logits are the only ones needed.
         _, state = model(prompt[:-1], state)
     filler = jnp.zeros((), jnp.int32) if stop is None else stop
+    tokens = jnp.broadcast_to(filler, (max_tokens,))
+    if max_tokens == 0:
+        return tokens, state
     stopped = lambda token: jnp.zeros((), bool) if stop is None else token == stop
 
     def unfinished(carry):
@@ -112,7 +123,6 @@ def _generate(model, prompt, max_tokens, key, temperature, top_k, top_p, stop, s
             _emit(callback)(jnp.where(done, filler, token))
         return i + 1, stopped(token), token, tokens.at[i].set(token), state
 
-    tokens = jnp.broadcast_to(filler, (max_tokens,))
     # A stop token at the end of the prompt ends the text before, not this one.
     carry = (jnp.zeros((), jnp.int32), jnp.zeros((), bool), prompt[-1], tokens, state)
     *_, tokens, state = jax.lax.while_loop(unfinished, draw, carry)

@@ -83,7 +83,13 @@ class LanguageModel(AbstractLayer):
             )
             for layer_idx in range(num_layers)
         ]
-        (size,) = blocks[0].token_shape
+        sizes = [block.token_shape for block in blocks]
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                "`LanguageModel(make_mixer, ...)` expects mixers of one size, but they have "
+                f"{[size for (size,) in sizes]}."
+            )
+        (size,) = sizes[0]
         period = _period(blocks)
         self.pattern = tuple(_stack(blocks[place::period]) for place in range(period))
         # Of a size that keeps the logits of a tied head small at first.
@@ -147,15 +153,31 @@ class LanguageModel(AbstractLayer):
         [`linrec.scan_chunks`][] for sequences whose logits would not fit into memory.
 
         **Arguments:** `targets` are what `tokens` should predict: most often the tokens one place
-        further on. The others are as in `__call__`.
+        further on. Negative ones, and those of padding after the last of packed sequences, do not
+        count. The others are as in `__call__`.
 
         **Returns:** `(loss, state)`.
         """
+        if jnp.shape(targets) != jnp.shape(tokens):
+            raise ValueError(
+                "`LanguageModel.loss(tokens, targets, ...)` expects a target for each token, but "
+                f"got shapes {jnp.shape(tokens)} and {jnp.shape(targets)}."
+            )
+        if not jnp.issubdtype(jnp.result_type(targets), jnp.integer):
+            raise TypeError(
+                "`LanguageModel.loss(tokens, targets, ...)` expects targets that are integers, but "
+                f"got {jnp.result_type(targets)}."
+            )
         logits, state = self(
             tokens, state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, method=method
         )
-        predicted = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - predicted), state
+        counts = targets >= 0
+        if cu_seqlens is not None:
+            counts &= jnp.arange(targets.shape[0], dtype=jnp.int32) < cu_seqlens[-1]
+        known = jnp.where(counts, targets, 0)
+        predicted = jnp.take_along_axis(logits, known[:, None], axis=-1)[:, 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - predicted
+        return jnp.sum(jnp.where(counts, losses, 0)), state
 
 
 def _period(blocks: list[Block]) -> int:

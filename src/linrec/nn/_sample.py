@@ -14,7 +14,9 @@ def sample(
     greedy = temperature <= 0
     scaled = logits / jnp.where(greedy, 1, temperature).astype(logits.dtype)
     if top_k is not None or top_p is not None:
-        descending = jnp.sort(scaled, descending=True)
+        # Of tokens that are equally likely, the first is taken for the likelier, as `argmax` does.
+        order = jnp.argsort(scaled, descending=True)
+        descending = scaled[order]
         if top_k is not None:
             rank = jnp.arange(logits.shape[0], dtype=top_k.dtype)
             descending = jnp.where(rank < top_k, descending, -jnp.inf)
@@ -24,7 +26,6 @@ def sample(
             # The likeliest token stays whatever `top_p` is.
             keep = (before < top_p.astype(before.dtype)) | (before <= 0)
             descending = jnp.where(keep, descending, -jnp.inf)
-        least = jnp.min(jnp.where(descending == -jnp.inf, jnp.inf, descending))
-        scaled = jnp.where(scaled < least, -jnp.inf, scaled)
+        scaled = scaled.at[order].set(descending)
     drawn = jax.random.categorical(key, scaled)
     return jnp.where(greedy, jnp.argmax(logits), drawn).astype(jnp.int32)
