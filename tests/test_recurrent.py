@@ -140,7 +140,7 @@ def test_packed_is_separate():
         assert relative_error(final[n], final_n[0]) < 1e-6
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     gates=st.sampled_from(sorted(GATES)),
     strength=st.sampled_from(["ordinary", "strong", "-inf"]),
