@@ -30,7 +30,8 @@ ONE_ROW = Case(B=1, T=96)
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS)
-@pytest.mark.parametrize("gates", [name for name in GATES if "and" not in name])
+# A `g` per key is a `gk` before any method sees it.
+@pytest.mark.parametrize("gates", [name for name in GATES if "-" not in name])
 def test_every_gate(gates, packing, reverse):
     case = ONE_ROW._replace(gates=gates, packing=packing, reverse=reverse)
     for shards in (1, 2, 4, 8):
