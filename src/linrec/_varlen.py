@@ -115,7 +115,7 @@ class Piece(NamedTuple):
     bounds: Int[Array, " boundaries"]
     """Of the sequences on the whole axis."""
     begin: Int[Array, ""]
-    size: int
+    size: int | Int[Array, ""]
     reverse: bool
 
     @property

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from .._inputs import count, Inputs, Tokens
-from .._varlen import plan_pieces, Windows
+from .._varlen import Piece, plan_pieces, Windows
 from .auto import Auto
 from .base import AbstractMethod
 
@@ -113,17 +113,18 @@ class _Pieces(NamedTuple):
         packed = cu_seqlens is not None or not windows.whole
         return _Pieces(segmented.method, windows, bounds, packed, rows.reverse)
 
+    def piece(self, c: Int[Array, ""]) -> Piece:
+        begin, end = self.windows.low[c], self.windows.high[c]
+        return Piece(self.bounds, begin, end - begin, self.reverse)
+
     def goes_on(self, c: Int[Array, ""]) -> Bool[Array, "1 num_seqs 1 1 1"]:
         """Which sequence, one at most, goes on into piece `c` from the piece before."""
-        boundary = (self.windows.high if self.reverse else self.windows.low)[c]
-        goes_on = (self.bounds[:-1] < boundary) & (boundary < self.bounds[1:])
-        return goes_on[None, :, None, None, None]
+        return self.piece(c).comes_in()[None, :, None, None, None]
 
     def load(self, rows: Inputs, c: Int[Array, ""]) -> Tokens:
         return jax.tree.map(lambda x: self.windows.load(x, c), rows.tokens)
 
     def run(self, c: Int[Array, ""], tokens: Tokens, g_gamma, scale, table) -> tuple[Array, Array]:
         """Sequences that have no token in the piece are empty in it: their states stay."""
-        begin, end = self.windows.low[c], self.windows.high[c]
-        bounds = jnp.clip(self.bounds, begin, end) - begin if self.packed else None
+        bounds = self.piece(c).cu_seqlens if self.packed else None
         return self.method(Inputs(*tokens, g_gamma, scale, table, bounds, self.reverse))

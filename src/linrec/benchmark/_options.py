@@ -44,6 +44,10 @@ def add_case_options(parser: argparse.ArgumentParser, shapes: Sequence[tuple[int
         metavar="GIB",
         help="leave out programs that need more (default: half of the device's memory)",
     )
+    add_output_option(parser)
+
+
+def add_output_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         type=Path,

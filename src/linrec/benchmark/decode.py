@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +12,7 @@ import numpy as np
 import linrec
 from linrec import nn
 
+from ._options import add_output_option
 from ._report import print_table, progress, write_json, write_row_of_bars
 from ._timing import interleave
 
@@ -26,12 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--size", type=int, default=64, help="channels of the layers' input (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=20, help="of timing (default: %(default)s)")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("benchmark-results"),
-        help="folder (default: %(default)s)",
-    )
+    add_output_option(parser)
 
 
 def main(args: argparse.Namespace) -> None:

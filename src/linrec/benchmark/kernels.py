@@ -20,6 +20,7 @@ import numpy as np
 import linrec
 
 from ._cases import DTYPES, GATES, parse_shape
+from ._options import add_output_option
 from ._report import print_table, progress, write_bars, write_json
 
 
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-shapes", nargs="*", type=parse_shape, default=STEP_SHAPES,
         metavar="B,T,H,K,V", help="of training steps that are compiled for an H100",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, default=Path("benchmark-results"))
+    add_output_option(parser)
 
 
 def main(args: argparse.Namespace) -> int:

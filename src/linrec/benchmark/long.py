@@ -8,7 +8,6 @@ import multiprocessing
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,6 +17,7 @@ import numpy as np
 
 import linrec
 
+from ._options import add_output_option
 from ._report import print_table, progress, write_json, write_lines
 
 
@@ -59,12 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="also run sequences of up to this length whole (default: %(default)s)",
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("benchmark-results"),
-        help="folder (default: %(default)s)",
-    )
+    add_output_option(parser)
 
 
 def main(args: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ import math
 import multiprocessing
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -19,7 +18,7 @@ from jaxtyping import Array
 import linrec
 
 from ._collectives import received_bytes
-from ._options import PASSES
+from ._options import add_output_option, PASSES
 from ._report import print_table, progress, write_json, write_lines
 
 
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", nargs="+", default=[512, 2048, 8192, 32768], **integers)
     parser.add_argument("--many", nargs="+", default=[64, 256, 1024], **integers)
     parser.add_argument("--tokens-per-device", default=8192, **integers)
-    parser.add_argument("--output", type=Path, default=Path("benchmark-results"), help="folder")
+    add_output_option(parser)
 
 
 def main(args: argparse.Namespace) -> None:
