@@ -40,20 +40,20 @@ class Windows(NamedTuple):
         return valid.reshape(1, -1, *(1,) * (ndim - 2))
 
 
-class Chunks(NamedTuple):
-    """Chunk `c` is a part of sequence `sequence[c]`. Those from `used` on are empty."""
+class Parts(NamedTuple):
+    """Part `c` is of sequence `sequence[c]`. Those from `used` on are empty."""
 
     windows: Windows
-    sequence: Int[Array, " chunks"]
+    sequence: Int[Array, " parts"]
     used: Int[Array, ""]
 
 
-def plan_chunks(
+def plan_parts(
     cu_seqlens: Int[Array, " boundaries"] | None, T: int, size: int, reverse: bool
-) -> Chunks:
-    """Gives every sequence whole chunks of its own.
+) -> Parts:
+    """Gives every sequence parts of its own, of `size` tokens but for the last.
 
-    The number of chunks depends on shapes only, so that one compilation serves every packing: `N`
+    The number of parts depends on shapes only, so that one compilation serves every packing: `N`
     sequences need at most `T // size + N`.
     """
     dense = cu_seqlens is None
@@ -63,7 +63,7 @@ def plan_chunks(
     else:
         number = T // size + cu_seqlens.shape[0] - 1
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
-    # One past the last chunk of each sequence.
+    # One past the last part of each sequence.
     last = jnp.cumsum(-(-(end - begin) // size), dtype=jnp.int32)
     index = jnp.arange(number, dtype=jnp.int32)
     sequence = jnp.searchsorted(last, index, side="right").astype(jnp.int32)
@@ -81,7 +81,7 @@ def plan_chunks(
         start = jnp.minimum(low, T - size)
     high = jnp.where(spare, low, high)
     start = jnp.where(spare, 0, start)
-    return Chunks(Windows(start, low, high, size, dense and T % size == 0), sequence, last[-1])
+    return Parts(Windows(start, low, high, size, dense and T % size == 0), sequence, last[-1])
 
 
 def plan_pieces(T: int, size: int, reverse: bool) -> Windows:

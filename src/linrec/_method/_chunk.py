@@ -1,136 +1,179 @@
-"""What happens inside one chunk. Equation numbers are those of the mathematics page."""
+"""What happens inside chunks. Equation numbers are those of the mathematics page."""
 
 from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
+
+from ._products import product, scale_rows
 
 
 # While the log-decays of a block sum up to less than this, factors e^A and e^-A are exact to
 # rounding and far from overflow.
-_ORDINARY = 40.0
+_ORDINARY = 32.0
+# The gradient of a gate is a difference of sums. Where all decays of a token together are no stronger
+# than this, digits are left.
+_ORDINARY_GATE = 3.0
 # Stands for -inf: e^g is 0 all the same, and a product with 0 is not NaN.
 _FORGET = -1e30
-# Tokens of the blocks that a chunk is cut into where its gates are not ordinary.
+# Tokens of the blocks that chunks are cut into where their gates are not ordinary.
 _SMALL = 16
 
 
-class Chunk(eqx.Module):
-    """Consecutive tokens of one sequence, ready for matrix products."""
+class Chunks(eqx.Module):
+    """Consecutive chunks of one sequence, ready for matrix products."""
 
-    q: Float[Array, "batch heads chunk key"]
-    k: Float[Array, "batch heads chunk key"]
-    v: Float[Array, "batch heads chunk value"]
-    g: Float[Array, "batch heads chunk 1"] | None
-    gk: Float[Array, "batch heads chunk key"] | None
-    gv: Float[Array, "batch heads chunk value"] | None
+    q: Float[Array, "batch chunks heads chunk key"]
+    k: Float[Array, "batch chunks heads chunk key"]
+    v: Float[Array, "batch chunks heads chunk value"]
+    g: Float[Array, "batch chunks heads chunk 1"] | None
+    gk: Float[Array, "batch chunks heads chunk key"] | None
+    gv: Float[Array, "batch chunks heads chunk value"] | None
     precision: jax.lax.Precision = eqx.field(static=True)
 
-    def dot(self, equation: str, x: Array, y: Array) -> Array:
-        return jnp.einsum(equation, x, y, precision=self.precision)
+    @property
+    def number(self) -> int:
+        return self.q.shape[1]
+
+    def product(self, equation: str, x: Array, y: Array) -> Array:
+        return product(equation, self.precision, x, y)
 
     def is_ordinary(self) -> Bool[Array, ""]:
-        """Whether per-channel gates, if any, are weak enough for `_factorised`."""
-        reach = [jnp.max(jnp.sum(jnp.abs(x), -2)) for x in (self.gk, self.gv) if x is not None]
-        return jnp.array(True) if not reach else jnp.stack(reach).max() < _ORDINARY
+        """Whether gates per channel are weak enough for `effect`."""
 
-    def form(self) -> Int[Array, ""]:
-        """Which of `chunk_forms` to take."""
-        return 1 - self.is_ordinary().astype(jnp.int32)
-
-
-def chunk_forms(size: int, per_channel: bool) -> list:
-    """The functions `(chunk, h) -> (o, h)` for chunks that are ordinary, and for the others."""
-    if not per_channel:
-        return [_by_decay_matrix]
-    return [_factorised, _explicit if size <= _SMALL else _in_small_blocks]
+        gates = [g for g in (self.g, self.gk, self.gv) if g is not None]
+        weak = [jnp.all(jnp.abs(g) < _ORDINARY_GATE / len(gates)) for g in gates]
+        reach = [jnp.max(jnp.sum(jnp.abs(g), -2)) for g in (self.gk, self.gv) if g is not None]
+        return jnp.stack(weak).all() & (jnp.stack(reach).max() < _ORDINARY)
 
 
-def _by_decay_matrix(chunk: Chunk, h: Array) -> tuple[Array, Array]:
-    """No gate per channel: one decay for each pair of tokens, at any strength."""
-    scores = chunk.dot("bhik,bhjk->bhij", chunk.q, chunk.k)
-    scores, past, h = _decay(chunk, scores, h)
-    return chunk.dot("bhij,bhjv->bhiv", scores, chunk.v) + past, h
+class Effect(eqx.Module):
+    """Chunks, as what they do with the states before them, in which (3) and (4) are linear."""
+
+    inside: Float[Array, "*chunks heads chunk value"]
+    """What is read of the chunk itself."""
+    q: Float[Array, "*chunks heads chunk key"]
+    """What reads the state, decayed from the start."""
+    after_read: Float[Array, "*chunks heads chunk value"] | None
+    decay: Float[Array, "*chunks heads key 1"] | None
+    """Of the state, before anything is written."""
+    written: Float[Array, "*chunks heads key value"]
+    decay_key: Float[Array, "*chunks heads key 1"] | None
+    """Of the state, and of what is written, which is larger for it."""
+    decay_value: Float[Array, "*chunks heads 1 value"] | None
+    precision: jax.lax.Precision = eqx.field(static=True)
+
+    def chunk(self, c: int) -> "Effect":
+        return jax.tree.map(lambda x: x[:, c], self)
+
+    def read(self, h: Float[Array, "*chunks heads key value"]) -> Array:
+        """The output, from the states before the chunks."""
+        past = product("ik,kv->iv", self.precision, self.q, h)
+        return self.inside + (past if self.after_read is None else past * self.after_read)
+
+    def write(self, h: Float[Array, "*chunks heads key value"]) -> Array:
+        """The states after the chunks."""
+        h = (h if self.decay is None else scale_rows(h, self.decay)) + self.written
+        h = h if self.decay_key is None else scale_rows(h, self.decay_key)
+        return h if self.decay_value is None else h * self.decay_value
 
 
-def _decay(chunk: Chunk, scores: Array, h: Array) -> tuple[Array, Array, Array]:
-    """Gives what is read of the chunk, what is read of the past, and the next state."""
-    past, k = chunk.dot("bhik,bhkv->bhiv", chunk.q, h), chunk.k
-    if chunk.g is not None:
-        between = _sums_between(chunk.g)
-        from_start = _from_start(between, chunk.g)
-        scores = scores * jnp.exp(between[..., 0])
-        past = _scale_rows(past, jnp.exp(from_start))
-        k = _scale_rows(k, jnp.exp(_to_end(between)))
-        h = _scale_rows(h, jnp.broadcast_to(jnp.exp(from_start[..., -1:, :]), (*h.shape[:-1], 1)))
-    return jnp.tril(scores), past, h + chunk.dot("bhjk,bhjv->bhkv", k, chunk.v)
-
-
-def _factorised(chunk: Chunk, h: Array) -> tuple[Array, Array]:
-    """e^(A_i - A_j) as a product of two factors, then as if there were no gates per channel."""
-    q, k, v = chunk.q, chunk.k, chunk.v
-    after = jnp.ones((*h.shape[:-1], 1), h.dtype)
-    if chunk.gk is None:
-        scores = chunk.dot("bhik,bhjk->bhij", q, k)
+def effect(chunks: Chunks) -> Effect:
+    """Gates per channel as products of two factors, (5), gates per token as a matrix of decays."""
+    q, k, v = chunks.q, chunks.k, chunks.v
+    decay = decay_key = decay_value = after_read = None
+    if chunks.gk is None:
+        scores = chunks.product("ik,jk->ij", q, k)
     else:
-        reach, middle = _reach(chunk.gk)
-        scores = jnp.asarray(_decayed_scores(chunk.precision, q, k, reach))
-        q, k = q * jnp.exp(reach), k * jnp.exp(-reach)
-        h = h * _column(jnp.exp(middle))
-        after = _column(jnp.exp(reach[..., -1:, :]))
-    if chunk.gv is None:
-        without = Chunk(q, k, v, chunk.g, None, None, chunk.precision)
-        scores, past, h = _decay(without, scores, h)
-        return chunk.dot("bhij,bhjv->bhiv", scores, v) + past, _scale_rows(h, after)
-    reach, middle = _reach(chunk.gv)
-    without = Chunk(q, k, v * jnp.exp(-reach), chunk.g, None, None, chunk.precision)
-    scores, past, h = _decay(without, scores, h * jnp.exp(middle))
-    # As in `_decayed_scores`, what a token reads of itself has no decay in it.
-    itself = _diagonal(scores)
-    others = chunk.dot("bhij,bhjv->bhiv", jnp.where(itself, 0, scores), without.v)
-    own = jnp.sum(jnp.where(itself, scores, 0), -1, keepdims=True) * v
-    h = _scale_rows(h, after) * jnp.exp(reach[..., -1:, :])
-    return (others + past) * jnp.exp(reach) + own, h
+        sums = _cumulative(chunks.gk)
+        scores = jnp.asarray(_decayed_scores(chunks.precision, q, k, sums))
+        q, k = q * jnp.exp(sums), k * jnp.exp(-sums)
+        decay_key = _column(jnp.exp(sums[..., -1:, :]))
+    if chunks.g is not None:
+        between = _sums_between(chunks.g)
+        from_start = _from_start(between, chunks.g)
+        scores = scores * jnp.exp(between[..., 0])
+        q = scale_rows(q, jnp.exp(from_start))
+        k = scale_rows(k, jnp.exp(_to_end(between)))
+        decay = jnp.broadcast_to(jnp.exp(from_start[..., -1:, :]), (*k.shape[:-2], k.shape[-1], 1))
+    scores = jnp.tril(scores)
+    if chunks.gv is None:
+        inside = chunks.product("ij,jv->iv", scores, v)
+    else:
+        sums = _cumulative(chunks.gv)
+        # As in `_decayed_scores`, what a token reads of itself has no decay in it.
+        itself = _diagonal(scores)
+        own = jnp.sum(jnp.where(itself, scores, 0), -1, keepdims=True) * v
+        after_read, v = jnp.exp(sums), v * jnp.exp(-sums)
+        others = chunks.product("ij,jv->iv", jnp.where(itself, 0, scores), v)
+        inside = others * after_read + own
+        decay_value = jnp.exp(sums[..., -1:, :])
+    written = chunks.product("jk,jv->kv", k, v)
+    return Effect(inside, q, after_read, decay, written, decay_key, decay_value, chunks.precision)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _decayed_scores(precision, q, k, reach) -> Array:
+def _decayed_scores(precision, q, k, sums) -> Array:
     """(q_i e^A_i) . (k_j e^-A_j): equation (5). Its gradient leaves i = j out of the gates.
 
     There is no decay in what a token reads of itself: its two halves in the gradient cancel, but on
     paper only. Under strong decay their rounding errors would be all that is left.
     """
-    return jnp.einsum(
-        "bhik,bhjk->bhij", q * jnp.exp(reach), k * jnp.exp(-reach), precision=precision
-    )
+    return product("ik,jk->ij", precision, q * jnp.exp(sums), k * jnp.exp(-sums))
 
 
-def _decayed_scores_forward(precision, q, k, reach):
-    return _decayed_scores(precision, q, k, reach), (q, k, reach)
+def _decayed_scores_forward(precision, q, k, sums):
+    return _decayed_scores(precision, q, k, sums), (q, k, sums)
 
 
 def _decayed_scores_backward(precision, residuals, d_scores):
-    q, k, reach = residuals
-    grow, shrink = jnp.exp(reach), jnp.exp(-reach)
+    q, k, sums = residuals
+    grow, shrink = jnp.exp(sums), jnp.exp(-sums)
     itself = _diagonal(d_scores)
     d_own = jnp.sum(jnp.where(itself, d_scores, 0), -1, keepdims=True)
     d_others = jnp.where(itself, 0, d_scores)
-    d_q = grow * jnp.einsum("bhij,bhjk->bhik", d_others, k * shrink, precision=precision)
-    d_k = shrink * jnp.einsum("bhij,bhik->bhjk", d_others, q * grow, precision=precision)
+    d_q = grow * product("ij,jk->ik", precision, d_others, k * shrink)
+    d_k = shrink * product("ij,ik->jk", precision, d_others, q * grow)
     return d_q + d_own * k, d_k + d_own * q, q * d_q - k * d_k
 
 
 _decayed_scores.defvjp(_decayed_scores_forward, _decayed_scores_backward)
 
 
-def _explicit(chunk: Chunk, h: Array) -> tuple[Array, Array]:
+def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
+    """Cuts chunks into blocks, so that only those with extreme gates pay for them."""
+    B, n, H, C, _ = chunks.q.shape
+    width = min(C, _SMALL)
+
+    def cut(x: Array) -> Array:
+        x = x.reshape(B, n, H, C // width, width, -1)
+        return x.transpose(1, 3, 0, 2, 4, 5).reshape(-1, B, 1, H, width, x.shape[-1])
+
+    def factorised(block: Chunks, h: Array) -> tuple[Array, Array]:
+        does = effect(block)
+        return does.read(h), does.write(h)
+
+    @jax.checkpoint
+    def body(h, block):
+        o, h = jax.lax.cond(block.is_ordinary(), factorised, _explicit, block, h)
+        return h, o
+
+    if n * C == width:  # then it is known not to be ordinary
+        o, h_next = _explicit(chunks, h[:, None])
+        return o, h_next[:, 0]
+    h, o = jax.lax.scan(body, h[:, None], jax.tree.map(cut, chunks))
+    o = o.reshape(n, C // width, B, H, width, -1).transpose(2, 0, 3, 1, 4, 5)
+    return o.reshape(B, n, H, C, -1), h[:, 0]
+
+
+def _explicit(chunks: Chunks, h: Array) -> tuple[Array, Array]:
     """Every decay by itself, from sums of the gates between two tokens: exact for any gate."""
-    q, k, v = chunk.q, chunk.k, chunk.v
-    over_key = chunk.gk
-    if chunk.g is not None:
-        over_key = chunk.g if over_key is None else chunk.g + over_key
+    q, k, v = chunks.q, chunks.k, chunks.v
+    over_key = chunks.gk
+    if chunks.g is not None:
+        over_key = chunks.g if over_key is None else chunks.g + over_key
     decayed_q, decayed_k = q, k
     pairs = q[..., :, None, :] * k[..., None, :, :]
     if over_key is not None:
@@ -144,33 +187,16 @@ def _explicit(chunk: Chunk, h: Array) -> tuple[Array, Array]:
         h_next = h
     scores = jnp.tril(jnp.sum(pairs, -1))[..., None]
     writes = scores * v[..., None, :, :]
-    past = chunk.dot("bhik,bhkv->bhiv", decayed_q, h)
-    if chunk.gv is not None:
-        between = _sums_between(chunk.gv)
-        from_start = _from_start(between, chunk.gv)
+    past = chunks.product("ik,kv->iv", decayed_q, h)
+    if chunks.gv is not None:
+        between = _sums_between(chunks.gv)
+        from_start = _from_start(between, chunks.gv)
         writes = writes * jnp.exp(between)
         past = past * jnp.exp(from_start)
         v = v * jnp.exp(_to_end(between))
         h_next = h_next * jnp.exp(from_start[..., -1:, :])
     o = jnp.sum(writes, -2) + past
-    return o, h_next + chunk.dot("bhjk,bhjv->bhkv", decayed_k, v)
-
-
-def _in_small_blocks(chunk: Chunk, h: Array) -> tuple[Array, Array]:
-    """Cuts the chunk into blocks, so that only those with extreme gates pay for them."""
-
-    def cut(x: Array) -> Array:
-        B, H, C, X = x.shape
-        return jnp.moveaxis(x.reshape(B, H, C // _SMALL, _SMALL, X), 2, 0)
-
-    @jax.checkpoint
-    def body(h, block):
-        o, h = jax.lax.cond(block.is_ordinary(), _factorised, _explicit, block, h)
-        return h, o
-
-    h, o = jax.lax.scan(body, h, jax.tree.map(cut, chunk))
-    o = jnp.moveaxis(o, 0, 2)
-    return o.reshape(*o.shape[:2], -1, o.shape[-1]), h
+    return o, h_next + chunks.product("jk,jv->kv", decayed_k, v)
 
 
 def _sums_between(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk chunk x"]:
@@ -209,32 +235,11 @@ def _to_end(between: Array) -> Float[Array, "*rows chunk x"]:
     return between[..., -1, :, :]
 
 
-def _reach(g: Float[Array, "*rows chunk x"]) -> tuple[Array, Array]:
-    """Cumulative sums as seen from the middle of the chunk, and the sum up to there."""
+def _cumulative(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk x"]:
+    """Cumulative sums, by a product: XLA is slow at them on CPUs."""
     C = g.shape[-2]
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((C, C), g.dtype)), (*g.shape[:-2], C, C))
-    sums = jnp.einsum("...ij,...jx->...ix", causal, g, precision=jax.lax.Precision.HIGHEST)
-    middle = jax.lax.stop_gradient(sums[..., C // 2, :][..., None, :])
-    return sums - middle, middle
-
-
-@jax.custom_vjp
-def _scale_rows(x: Float[Array, "*rows n x"], factor: Float[Array, "*rows n 1"]):
-    """`x * factor`. A product with ones sums the gradient: XLA is slow at sums of rows on CPUs."""
-    return x * factor
-
-
-def _scale_rows_forward(x, factor):
-    return x * factor, (x, factor)
-
-
-def _scale_rows_backward(residuals, d_y):
-    x, factor = residuals
-    ones = jnp.ones((x.shape[-1], 1), x.dtype)
-    return d_y * factor, jnp.matmul(x * d_y, ones, precision=jax.lax.Precision.HIGHEST)
-
-
-_scale_rows.defvjp(_scale_rows_forward, _scale_rows_backward)
+    return product("ij,jx->ix", jax.lax.Precision.HIGHEST, causal, g)
 
 
 def _diagonal(x: Float[Array, "*rows chunk chunk"]) -> Bool[Array, "*rows chunk chunk"]:

@@ -1,19 +1,26 @@
 """The chunk form in XLA: matrix products inside chunks, a state from one chunk to the next."""
 
 import dataclasses
+import math
 from functools import partial
 from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from .._inputs import Inputs
 from .._transform import fold_vmap
-from .._varlen import Chunks, plan_chunks, Windows
-from ._chunk import Chunk, chunk_forms
+from .._varlen import Parts, plan_parts, Windows
+from ._chunk import Chunks, effect, Effect, in_small_blocks
 from .base import AbstractMethod
+
+
+# Chunks that are worked on at once: enough to keep a device busy, while the numbers of their states
+# fit into a cache.
+_MOST_CHUNKS = 8
+_MOST_NUMBERS = 2**17
 
 
 class Chunked(AbstractMethod):
@@ -61,100 +68,136 @@ _run.defvjp(_run_forward, _run_backward)
 
 
 def _fold_vmap(function, *args):
-    """Chunks to spare are left out, unless the loop itself is to be differentiated."""
+    """Parts to spare are left out, unless the loop itself is to be differentiated."""
     return fold_vmap(partial(function, *args, False), differentiable=partial(function, *args, True))
 
 
-def _forward(block: int, keep_states: bool, all_chunks: bool, rows: Inputs, cu_seqlens):
-    """Walks the chunks in order of time; the table holds the state each sequence has reached."""
+def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_seqlens):
+    """Walks the parts in order of time; the table holds the state each sequence has reached."""
     walk = _Walk.plan(block, rows, cu_seqlens)
     B, _, H, K, V = rows.initial_state.shape
-    states = rows.zeros((B, len(walk.windows), H, K, V), rows.state_dtype) if keep_states else None
+    kept = (B, len(walk.windows) * walk.chunks, H, K, V)
+    states = rows.zeros(kept, rows.state_dtype) if keep_states else None
 
     def body(c, carry):
         output, table, states = carry
-        n = walk.chunks.sequence[c]
-        chunk = walk.prepare(c, walk.load(rows.tokens, c), _at(rows.g_gamma, n), rows.scale)
-        h = _at(table, n)
+        n = walk.parts.sequence[c]
+        chunks = walk.prepare(c, walk.load(rows.tokens, c), _at(rows.g_gamma, n), rows.scale)
+        o, h, before = walk.choose(chunks, _run_ordinary, _run_extreme, _at(table, n))
         if keep_states:
-            states = _put(states, h, c)
-        o, h = jax.lax.switch(chunk.form(), walk.forms, chunk, h)
-        return walk.store(output, o.swapaxes(1, 2), c), _put(table, h, n), states
+            states = _put(states, before, c * walk.chunks)
+        return walk.store(output, walk.join(o), c), _put(table, h[:, None], n), states
 
     output = rows.zeros(rows.output_shape, rows.v.dtype)
     carry = (output, rows.initial_state, states)
-    return jax.lax.fori_loop(0, walk.steps(all_chunks), body, carry)
+    return jax.lax.fori_loop(0, walk.steps(all_parts), body, carry)
 
 
-def _backward(block: int, all_chunks: bool, rows, cu_seqlens):
-    """Walks the chunks back; the table holds the gradient of the state each sequence has reached.
-
-    The gradient of a chunk is that of its form, from the state the forward pass kept.
-    """
+def _backward(block: int, all_parts: bool, rows, cu_seqlens):
+    """Walks the parts back; the table holds the gradient of the state each sequence has reached."""
     rows, states, d_output, d_final = rows
     walk = _Walk.plan(block, rows, cu_seqlens)
-    pull_backs = [partial(_pull_back, form) for form in walk.forms]
-    steps = walk.steps(all_chunks)
+    steps = walk.steps(all_parts)
 
     def body(i, carry):
         d_tokens, d_gamma, d_scale, d_table = carry
         c = steps - 1 - i
-        n = walk.chunks.sequence[c]
-        chunk, unprepare = jax.vjp(
+        n = walk.parts.sequence[c]
+        chunks, unprepare = jax.vjp(
             partial(walk.prepare, c),
             walk.load(rows.tokens, c),
             _at(rows.g_gamma, n),
             rows.scale,
         )
-        d_o = walk.mask(walk.load(d_output, c), c).swapaxes(1, 2).astype(rows.state_dtype)
-        cotangents = (d_o, _at(d_table, n))
-        d_chunk, d_h = jax.lax.switch(chunk.form(), pull_backs, chunk, _at(states, c), cotangents)
-        from_chunk, d_gamma_n, d_scale_n = unprepare(d_chunk)
-        d_tokens = jax.tree.map(lambda all, new: walk.store(all, new, c), d_tokens, from_chunk)
+        before = jax.lax.dynamic_slice_in_dim(states, c * walk.chunks, walk.chunks, axis=1)
+        d_o = walk.mask(walk.load(d_output, c), c).astype(rows.state_dtype)
+        d_chunks, d_h = walk.choose(
+            chunks, _pull_back_ordinary, _pull_back_extreme, before, walk.cut(d_o), _at(d_table, n)
+        )
+        from_chunks, d_gamma_n, d_scale_n = unprepare(d_chunks)
+        d_tokens = jax.tree.map(lambda all, new: walk.store(all, new, c), d_tokens, from_chunks)
         if d_gamma is not None:
-            d_gamma = _put(d_gamma, _at(d_gamma, n) + d_gamma_n, n)
-        return d_tokens, d_gamma, d_scale + d_scale_n, _put(d_table, d_h, n)
+            d_gamma = _put(d_gamma, (_at(d_gamma, n) + d_gamma_n)[:, None], n)
+        return d_tokens, d_gamma, d_scale + d_scale_n, _put(d_table, d_h[:, None], n)
 
     zeros_like = partial(jax.tree.map, lambda x: rows.zeros(x.shape, x.dtype))
     carry = (*zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final)
     return rows.gradient(*jax.lax.fori_loop(0, steps, body, carry))
 
 
-def _pull_back(form, chunk, h, cotangents):
-    return jax.vjp(form, chunk, h)[1](cotangents)
+def _run_ordinary(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
+    """The output, the state after the chunks, and the states before each of them."""
+    does = effect(chunks)
+    states = [h]
+    for c in range(chunks.number):
+        states.append(does.chunk(c).write(states[-1]))
+    before = jnp.stack(states[:-1], 1)
+    return does.read(before), states[-1], before
+
+
+def _pull_back_ordinary(chunks: Chunks, before: Array, d_o: Array, d_h: Array):
+    """From the states before the chunks. What they do by themselves is differentiated last."""
+    does, pull_back = jax.vjp(effect, chunks)
+    d_does, d_before = jax.vjp(Effect.read, does, before)[1](d_o)
+    d_writes = []
+    for c in reversed(range(chunks.number)):
+        _, pull_back_write = jax.vjp(Effect.write, does.chunk(c), before[:, c])
+        d_write, d_h = pull_back_write(d_h)
+        d_writes.append(d_write)
+        d_h = d_h + d_before[:, c]
+    d_writes = jax.tree.map(lambda *x: jnp.stack(x, 1), *reversed(d_writes))
+    return pull_back(jax.tree.map(jnp.add, d_does, d_writes))[0], d_h
+
+
+def _run_extreme(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
+    # Of the states before each chunk its backward pass needs the first only.
+    return *in_small_blocks(chunks, h), jnp.stack([h] * chunks.number, 1)
+
+
+def _pull_back_extreme(chunks: Chunks, before: Array, d_o: Array, d_h: Array):
+    return jax.vjp(in_small_blocks, chunks, before[:, 0])[1]((d_o, d_h))
 
 
 class _Walk(NamedTuple):
-    """How to read and write chunks of arrays of shape `(B, T, ...)`, in order of time."""
+    """How to read and write parts of arrays of shape `(B, T, ...)`, in order of time.
 
-    chunks: Chunks
+    A part is a number of chunks: enough of them to keep a device busy.
+    """
+
+    parts: Parts
+    chunks: int
     groups: int
     dense: bool
     reverse: bool
     dtype: jnp.dtype
     precision: jax.lax.Precision
-    forms: list
 
     @staticmethod
     def plan(block: int, rows: Inputs, cu_seqlens) -> "_Walk":
-        T = rows.q.shape[1]
+        _, T, H, _ = rows.q.shape
         size = min(block, 1 << (T.bit_length() - 1))
+        chunks = 1
+        if cu_seqlens is None:
+            state = math.prod(rows.initial_state.shape)
+            most = max(1, min(_MOST_CHUNKS, _MOST_NUMBERS // state, T // size))
+            parts = -(-T // (size * most))
+            chunks = min(most, -(-T // (size * parts)))
         return _Walk(
-            plan_chunks(cu_seqlens, T, size, rows.reverse),
-            rows.q.shape[2] // rows.k.shape[2],
+            plan_parts(cu_seqlens, T, size * chunks, rows.reverse),
+            chunks,
+            H // rows.k.shape[2],
             cu_seqlens is None,
             rows.reverse,
             rows.state_dtype,
             rows.precision,
-            chunk_forms(size, rows.gk is not None or rows.gv is not None),
         )
 
     @property
     def windows(self) -> Windows:
-        return self.chunks.windows
+        return self.parts.windows
 
-    def steps(self, all_chunks: bool) -> int | Int[Array, ""]:
-        return len(self.windows) if self.dense or all_chunks else self.chunks.used
+    def steps(self, all_parts: bool) -> int | Int[Array, ""]:
+        return len(self.windows) if self.dense or all_parts else self.parts.used
 
     def in_time(self, array: Array) -> Array:
         return jnp.flip(array, axis=1) if self.reverse else array
@@ -166,21 +209,29 @@ class _Walk(NamedTuple):
         return self.windows.store(array, self.in_time(new), c)
 
     def mask(self, x: Array, c: Int[Array, ""]) -> Array:
-        """Zeros where a token is not of the chunk: no key, no value, no decay."""
+        """Zeros where a token is not of the part: no key, no value, no decay."""
         if self.windows.whole:
             return x
         valid = self.in_time(self.windows.valid(c, x.ndim))
         return jnp.where(valid, x, jnp.zeros_like(x))
 
-    def prepare(self, c: Int[Array, ""], tokens, g_gamma, scale) -> Chunk:
+    def cut(self, x: Float[Array, "batch seq heads x"]) -> Float[Array, "batch n heads chunk x"]:
+        B, _, H, X = x.shape
+        return x.reshape(B, self.chunks, -1, H, X).swapaxes(2, 3)
+
+    def join(self, x: Float[Array, "batch n heads chunk x"]) -> Float[Array, "batch seq heads x"]:
+        B, _, H, _, X = x.shape
+        return x.swapaxes(2, 3).reshape(B, -1, H, X)
+
+    def prepare(self, c: Int[Array, ""], tokens, g_gamma, scale) -> Chunks:
         """Heads first, float32, nothing to mask, one head of everything for each query head."""
         q, k, v, g, gk, gv = tokens
 
-        def heads_first(x: Array) -> Array:
-            return self.mask(x.astype(self.dtype), c).swapaxes(1, 2)
+        def ready(x: Array) -> Array:
+            return self.cut(self.mask(x.astype(self.dtype), c))
 
         def of_query_heads(x: Array) -> Array:
-            return jnp.repeat(x, self.groups, axis=1) if self.groups > 1 else x
+            return jnp.repeat(x, self.groups, axis=2) if self.groups > 1 else x
 
         scalar = None
         if g is not None:
@@ -189,15 +240,21 @@ class _Walk(NamedTuple):
             fixed = g_gamma[:, None, :, None]
             shape = (*q.shape[:3], 1)
             scalar = jnp.broadcast_to(fixed, shape) if scalar is None else scalar + fixed
-        return Chunk(
-            heads_first(q) * scale[:, None, None, None],
-            of_query_heads(heads_first(k)),
-            of_query_heads(heads_first(v)),
-            None if scalar is None else heads_first(scalar),
-            None if gk is None else heads_first(gk),
-            None if gv is None else heads_first(gv),
+        return Chunks(
+            ready(q) * scale[:, None, None, None, None],
+            of_query_heads(ready(k)),
+            of_query_heads(ready(v)),
+            None if scalar is None else ready(scalar),
+            None if gk is None else ready(gk),
+            None if gv is None else ready(gv),
             self.precision,
         )
+
+    def choose(self, chunks: Chunks, ordinary, extreme, *operands):
+        """Without gates per channel all gates are ordinary."""
+        if chunks.gk is None and chunks.gv is None:
+            return ordinary(chunks, *operands)
+        return jax.lax.cond(chunks.is_ordinary(), ordinary, extreme, chunks, *operands)
 
 
 def _at(arrays, index: Int[Array, ""]):
@@ -206,4 +263,4 @@ def _at(arrays, index: Int[Array, ""]):
 
 
 def _put(array: Array, new: Array, index: Int[Array, ""]) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(array, new, index, axis=1)
+    return jax.lax.dynamic_update_slice_in_dim(array, new, index, axis=1)
