@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from .._inputs import vary_alike
 from ._products import product, scale_rows
 
 
 # While the log-decays of a block sum up to less than this, factors e^A and e^-A are exact to
 # rounding and far from overflow.
 _ORDINARY = 32.0
-# The gradient of a gate is a difference of sums. Where all decays of a token together are no stronger
+# The gradient of a gate is a difference of sums. Where all decays of a token together are weaker
 # than this, digits are left.
 _ORDINARY_GATE = 3.0
 # Stands for -inf: e^g is 0 all the same, and a product with 0 is not NaN.
@@ -239,7 +240,7 @@ def _cumulative(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk x
     """Cumulative sums, by a product: XLA is slow at them on CPUs."""
     C = g.shape[-2]
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((C, C), g.dtype)), (*g.shape[:-2], C, C))
-    return product("ij,jx->ix", jax.lax.Precision.HIGHEST, causal, g)
+    return product("ij,jx->ix", jax.lax.Precision.HIGHEST, *vary_alike((causal, g)))
 
 
 def _diagonal(x: Float[Array, "*rows chunk chunk"]) -> Bool[Array, "*rows chunk chunk"]:

@@ -7,19 +7,23 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def product(equation: str, precision: jax.lax.Precision, x: Array, y: Array) -> Array:
     """`jnp.einsum` of matrices, such as `"ik,kv->iv"`, with any number of axes before them.
 
     JAX's own gradients of it come out transposed where rows and columns of the result are those of
     the second and the first factor; here the factors change places.
     """
+    return jnp.asarray(_product(equation, precision, x, y))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(equation, precision, x, y):
     x_axes, y_axes, axes = equation.replace("->", ",").split(",")
     return _einsum(precision, (x_axes, x), (y_axes, y), axes)
 
 
 def _product_forward(equation, precision, x, y):
-    return product(equation, precision, x, y), (x, y)
+    return _product(equation, precision, x, y), (x, y)
 
 
 def _product_backward(equation, precision, residuals, d_z):
@@ -30,7 +34,7 @@ def _product_backward(equation, precision, residuals, d_z):
     return d_x, d_y
 
 
-product.defvjp(_product_forward, _product_backward)
+_product.defvjp(_product_forward, _product_backward)
 
 
 def _einsum(precision, first: tuple[str, Array], second: tuple[str, Array], axes: str) -> Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 from .._inputs import Inputs
 from .._transform import fold_vmap
 from .._varlen import Parts, plan_parts, Windows
-from ._chunk import Chunks, effect, Effect, in_small_blocks
+from ._chunk import Chunks, Effect, effect, in_small_blocks
 from .base import AbstractMethod
 
 
@@ -128,30 +128,35 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
 def _run_ordinary(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
     """The output, the state after the chunks, and the states before each of them."""
     does = effect(chunks)
-    states = [h]
-    for c in range(chunks.number):
-        states.append(does.chunk(c).write(states[-1]))
-    before = jnp.stack(states[:-1], 1)
-    return does.read(before), states[-1], before
+    h, before = _over_chunks(lambda h, does: (does.write(h), h), h, does)
+    return does.read(before), h, before
 
 
 def _pull_back_ordinary(chunks: Chunks, before: Array, d_o: Array, d_h: Array):
     """From the states before the chunks. What they do by themselves is differentiated last."""
     does, pull_back = jax.vjp(effect, chunks)
     d_does, d_before = jax.vjp(Effect.read, does, before)[1](d_o)
-    d_writes = []
-    for c in reversed(range(chunks.number)):
-        _, pull_back_write = jax.vjp(Effect.write, does.chunk(c), before[:, c])
-        d_write, d_h = pull_back_write(d_h)
-        d_writes.append(d_write)
-        d_h = d_h + d_before[:, c]
-    d_writes = jax.tree.map(lambda *x: jnp.stack(x, 1), *reversed(d_writes))
+
+    def pull_back_write(d_h, chunk):
+        does, before, d_before = chunk
+        d_does, d_h = jax.vjp(Effect.write, does, before)[1](d_h)
+        return d_h + d_before, d_does
+
+    d_h, d_writes = _over_chunks(pull_back_write, d_h, (does, before, d_before), reverse=True)
     return pull_back(jax.tree.map(jnp.add, d_does, d_writes))[0], d_h
 
 
+def _over_chunks(function, carry, chunks, reverse: bool = False):
+    """`jax.lax.scan` over the second axis."""
+    first = lambda tree: jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tree)
+    carry, out = jax.lax.scan(function, carry, first(chunks), reverse=reverse)
+    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
+
+
 def _run_extreme(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
+    o, h_next = in_small_blocks(chunks, h)
     # Of the states before each chunk its backward pass needs the first only.
-    return *in_small_blocks(chunks, h), jnp.stack([h] * chunks.number, 1)
+    return o, h_next, jnp.stack([h] * chunks.number, 1)
 
 
 def _pull_back_extreme(chunks: Chunks, before: Array, d_o: Array, d_h: Array):
