@@ -36,6 +36,9 @@ class SequenceParallel(AbstractMethod):
     under way, from nothing. What is exchanged does not depend on the number of tokens. The backward
     pass has one exchange more, the other way; `jax.checkpoint` does not repeat the first.
 
+    Gates may be of any size, as everywhere. With gates of key and of value channels at once, no
+    state may grow over a shard by more than $e^{170}$, even one that is zero and stays so.
+
     !!! example
 
         ```python
@@ -62,10 +65,8 @@ class SequenceParallel(AbstractMethod):
         states on, in about as many steps as the number of shards has binary digits. Defaults to the
         first for up to 8 shards, to the second for more.
     - `overlap`: whether `method` runs without waiting for the exchange. What the tokens read of $h$
-        is added: one product more, and half-precision outputs are rounded twice. Exact for any
-        gates, unless those of a key channel and a value channel together let a state grow over a
-        shard by more than $e^{170}$, which only zeros survive. Defaults to `True` for more than 8
-        shards: among fewer, the exchange takes less time than the product.
+        is added: one product more, and half-precision outputs are rounded twice. Defaults to `True`
+        for more than 8 shards: among fewer, the exchange takes less time than the product.
     """
 
     method: AbstractMethod
