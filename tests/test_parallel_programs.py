@@ -166,6 +166,21 @@ def test_checkpoint_does_not_gather_again(saved, monkeypatch):
     assert [collective.kind for collective in sent] == ["all-gather"] * (2 if saved else 3)
 
 
+def test_scan_chunks_does_not_gather_again():
+    layer = linrec.nn.LinearAttention(4, 1, dtype=jnp.float32, key=jax.random.key(0))
+    method = parallel(2)
+
+    def gradient(xs):
+        run = lambda xs, state: layer(xs, state, method=method)
+        ys, pull_back = jax.vjp(lambda xs: linrec.scan_chunks(run, xs, layer.state, 8)[0], xs)
+        return pull_back(ys)
+
+    lines = text(gradient, jax.ShapeDtypeStruct((32, 4), jnp.float32)).splitlines()
+    # Besides, the tokens are gathered: the result has no sharding.
+    exchanges = [line for line in lines if " all-gather(" in line and "shard_map" in line]
+    assert len(exchanges) == 2
+
+
 def train_step(mesh, *spec, T, **options):
     """Of a small model of both kinds of layers, with tokens that are sharded as told."""
 
