@@ -36,6 +36,7 @@ def test_every_gate(gates, packing, reverse):
     case = ONE_ROW._replace(gates=gates, packing=packing, reverse=reverse)
     for shards in (1, 2, 4, 8):
         check(case, parallel(shards))
+    check(case, parallel(4, overlap=True))
 
 
 @pytest.mark.core
@@ -43,7 +44,7 @@ def test_every_gate(gates, packing, reverse):
 def test_log_steps(packing):
     case = ONE_ROW._replace(gates="all", packing=packing)
     for shards in (2, 4, 8):
-        check(case, parallel(shards, exchange="log_step"))
+        check(case, parallel(shards, exchange="log_step", overlap=shards == 8))
 
 
 @pytest.mark.parametrize("method", ["chunked-16", "segmented", "auto", "triton"])
@@ -51,9 +52,13 @@ def test_every_method(method):
     check(Case("gk-and-g_gamma", B=2, T=96), parallel(2, METHODS[method]))
 
 
-@pytest.mark.parametrize("T", [1, 7, 13, 100])
-def test_lengths_that_do_not_divide(T):
-    check(Case("gk", T=T), parallel(8))
+OVERLAP = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+
+
+@OVERLAP
+@pytest.mark.parametrize("T", [1, 7, 100])
+def test_lengths_that_do_not_divide(T, overlap):
+    check(Case("gk", T=T), parallel(8, overlap=overlap))
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
@@ -62,17 +67,20 @@ def test_padding_may_hold_anything(reverse):
     arguments = case.arguments()
     for name in ("query", "key", "value", "gk"):
         arguments[name] = arguments[name].at[:, PACKING[-1] :].set(jnp.nan)
-    actual = evaluate(arguments, case.options(), parallel(4, METHODS["chunked-16"]))
+    method = parallel(4, METHODS["chunked-16"], overlap=reverse)
+    actual = evaluate(arguments, case.options(), method)
     expected = dict(reference(case))
     assert_close(actual, expected, "float32", {})
 
 
+@OVERLAP
 @pytest.mark.parametrize("strength", ["strong", "-200", "-inf", "-1e4", "growth"])
-def test_gates_of_any_strength(strength):
-    check(ONE_ROW._replace(gates="all", strength=strength), parallel(4))
+def test_gates_of_any_strength(strength, overlap):
+    check(ONE_ROW._replace(gates="all", strength=strength), parallel(4, overlap=overlap))
 
 
-def test_gates_that_cancel():
+@OVERLAP
+def test_gates_that_cancel(overlap):
     """Over a shard the decay of the keys is e^256, that of the values e^-256."""
     case = Case("gk", B=1, T=512)
     arguments = case.arguments()
@@ -83,12 +91,28 @@ def test_gates_that_cancel():
         case.options(),
         linrec.Scan(),
     )
-    assert_close(evaluate(arguments, case.options(), parallel(4)), expected, "float32", {})
+    actual = evaluate(arguments, case.options(), parallel(4, overlap=overlap))
+    assert_close(actual, expected, "float32", {})
 
 
+@OVERLAP
+def test_growth_of_nothing(overlap):
+    """One key channel has no keys and no state: how its gates grow cannot matter."""
+    case = Case("gk", B=1, T=256, H=2, Hkv=1)
+    arguments = case.arguments()
+    arguments["gk"] = arguments["gk"].at[..., 0].set(2.0)
+    arguments["key"] = arguments["key"].at[..., 0].set(0.0)
+    arguments["initial_state"] = arguments["initial_state"].at[..., 0, :].set(0.0)
+    run = lambda method: linrec.recurrent(**arguments, method=method)
+    methods = parallel(2, overlap=overlap), linrec.Scan()
+    actual, expected = (dict(enumerate(run(method))) for method in methods)
+    assert_close(actual, expected, "float32", {})
+
+
+@OVERLAP
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_dtypes(dtype):
-    check(ONE_ROW._replace(gates="all", dtype=dtype), parallel(2))
+def test_dtypes(dtype, overlap):
+    check(ONE_ROW._replace(gates="all", dtype=dtype), parallel(2, overlap=overlap))
 
 
 def test_with_batch_and_heads():
@@ -114,12 +138,12 @@ def test_two_by_two_with_batch(packing):
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("exchange", ["all_gather", "log_step"])
-def test_without_the_exchange_it_fails(monkeypatch, exchange):
+@OVERLAP
+def test_without_the_exchange_it_fails(monkeypatch, overlap):
     case = ONE_ROW._replace(gates="gk", V=3)
-    method = parallel(2, METHODS["chunked-16"], exchange=exchange)
+    method = parallel(2, METHODS["chunked-16"], overlap=overlap)
     nothing = lambda ring, shard: jnp.zeros_like(shard.state)
-    monkeypatch.setattr(sequence_parallel, "_incoming", nothing)
+    monkeypatch.setattr(sequence_parallel, "incoming", nothing)
     with pytest.raises(AssertionError, match="output"):
         check(case, method)
 
@@ -136,8 +160,9 @@ def test_second_order():
         return sum(jnp.sum(x**2) for x in jax.grad(loss)(arguments).values())
 
     gradient = lambda method: jax.jit(jax.grad(functools.partial(size_of_gradient, method)))
-    actual, expected = (gradient(m)(arguments) for m in (parallel(2), linrec.Scan()))
-    assert_close(actual, expected, "float64", {})
+    expected = gradient(linrec.Scan())(arguments)
+    for overlap in (False, True):
+        assert_close(gradient(parallel(2, overlap=overlap))(arguments), expected, "float64", {})
 
 
 def test_chunk_size_is_of_every_shard():

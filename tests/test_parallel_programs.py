@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import linrec
-from linrec.benchmark._collectives import collectives, received_bytes
+from linrec._method import _exchange
+from linrec.benchmark._collectives import collectives, meanwhile, received_bytes, waiting
 from linrec.benchmark._training_step import h100_devices
 
 from .helpers import METHODS, relative_error
@@ -45,6 +46,12 @@ def both(method, arguments, wrap=lambda f: f):
     """From a cotangent that is at hand: a loss would be a sum over devices."""
     o, pull_back = jax.vjp(wrap(partial(forward, method)), arguments)
     return o, pull_back(o)
+
+
+def both_from_ones(method, arguments):
+    """From a cotangent that does not wait for the output."""
+    o, pull_back = jax.vjp(partial(forward, method), arguments)
+    return o, pull_back(jnp.ones_like(o))
 
 
 def text(function, arguments, **options):
@@ -125,15 +132,53 @@ def test_plain_jit_sends_the_tokens():
     assert sent[1] == 2 * sent[0] > 0
 
 
+@pytest.mark.parametrize(
+    ("run", "overlap", "launches", "wait"),
+    # Without overlap all but one wait: the walk back, which begins with cotangents.
+    [(forward, True, 2, 0), (both_from_ones, True, 5, 0), (both_from_ones, False, 5, 4)],
+)
+def test_overlap(run, overlap, launches, wait):
+    """No kernel waits for an exchange, and some are scheduled while one is under way."""
+    mesh = Mesh(np.array(h100_devices()), ("seq",))
+    method = linrec.SequenceParallel(
+        linrec.Triton(compute_capability=90), mesh, "seq", overlap=overlap
+    )
+    arguments = given(mesh, None, "seq", None, gates=("gk",), T=512, dtype=jnp.bfloat16)
+    compiled = text(
+        partial(run, method),
+        arguments,
+        xla_gpu_autotune_level=0,
+        xla_gpu_enable_latency_hiding_scheduler=True,
+    )
+    kernels = lambda lines: sum('="triton_kernel_call"' in line for line in lines)
+    assert kernels(compiled.splitlines()) == launches
+    assert kernels(waiting(compiled)) == wait
+    assert not overlap or kernels(meanwhile(compiled)) > 0
+
+
 @pytest.mark.parametrize("saved", [True, False])
-def test_checkpoint_gathers_again_only_if_the_state_is_not_saved(saved):
-    names = ("linrec_incoming_state",) if saved else ()
-    policy = jax.checkpoint_policies.save_only_these_names(*names)
-    method = parallel(4)
+def test_checkpoint_does_not_gather_again(saved, monkeypatch):
+    if not saved:  # so that the test can fail
+        monkeypatch.setattr(_exchange, "saved_by_checkpoints", lambda x: x)
+    method = parallel(4, overlap=saved)
     arguments = given(method.mesh, None, "seq", None, gates=("gk",))
-    run = partial(both, method, wrap=partial(jax.checkpoint, policy=policy))
-    sent = collectives(text(run, arguments), 4)
+    sent = collectives(text(partial(both, method, wrap=jax.checkpoint), arguments), 4)
     assert [collective.kind for collective in sent] == ["all-gather"] * (2 if saved else 3)
+
+
+def test_scan_chunks_does_not_gather_again():
+    layer = linrec.nn.LinearAttention(4, 1, dtype=jnp.float32, key=jax.random.key(0))
+    method = parallel(2)
+
+    def gradient(xs):
+        run = lambda xs, state: layer(xs, state, method=method)
+        ys, pull_back = jax.vjp(lambda xs: linrec.scan_chunks(run, xs, layer.state, 8)[0], xs)
+        return pull_back(ys)
+
+    lines = text(gradient, jax.ShapeDtypeStruct((32, 4), jnp.float32)).splitlines()
+    # Besides, the tokens are gathered: the result has no sharding.
+    exchanges = [line for line in lines if " all-gather(" in line and "shard_map" in line]
+    assert len(exchanges) == 2
 
 
 def train_step(mesh, *spec, T, **options):

@@ -6,8 +6,6 @@ from jaxtyping import Array, Float
 from ._inputs import canonicalise
 from ._method.auto import Auto
 from ._method.base import AbstractMethod
-from ._method.segmented import Segmented
-from ._method.sequence_parallel import SequenceParallel
 from ._transform import reverse_mode_only
 from ._types import (
     CuSeqlens,
@@ -95,7 +93,7 @@ def recurrent(
     `NotImplementedError` if `method` cannot run them. Values of `cu_seqlens` are checked when the
     program runs, with `equinox.error_if`.
     """
-    method = _check_method(method, chunk_size)
+    method = choose_method(method, chunk_size)
     inputs, layout = canonicalise(
         "linrec.recurrent",
         query,
@@ -205,7 +203,8 @@ def lightning_decay(heads: int, layer_idx: int, num_layers: int) -> Float[Array,
     return -(8 / heads) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=jnp.float32)
 
 
-def _check_method(method: Any, chunk_size: Any) -> AbstractMethod:
+def choose_method(method: Any, chunk_size: Any) -> AbstractMethod:
+    """What the arguments of these names ask for."""
     if method is None:
         method = Auto()
     if not isinstance(method, AbstractMethod):
@@ -215,8 +214,4 @@ def _check_method(method: Any, chunk_size: Any) -> AbstractMethod:
             "`linrec.Chunked()`, `linrec.Triton()`, `linrec.Segmented(...)`, "
             f"`linrec.SequenceParallel(...)`, but got {method!r}.{hint}"
         )
-    if chunk_size is None:
-        return method
-    if isinstance(method, SequenceParallel):
-        return method.in_pieces(chunk_size)
-    return Segmented(chunk_size, method)
+    return method if chunk_size is None else method.in_pieces(chunk_size)

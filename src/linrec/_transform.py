@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
 
@@ -156,3 +156,29 @@ _tangent_p.def_abstract_eval(lambda t, *, message: t)
 ad.deflinear2(_tangent_p, lambda ct, _, *, message: [ct])
 batching.defvectorized(_tangent_p)
 mlir.register_lowering(_tangent_p, _refuse)
+
+
+def saved_by_checkpoints(x):
+    """Returns `x`, which `jax.checkpoint` keeps whatever its policy, instead of computing it again.
+
+    For what is dear to compute and small to keep. With `jax.ad_checkpoint.checkpoint_name`, every
+    caller of `jax.checkpoint` would have to say so.
+    """
+    return _saved_p.bind(x)
+
+
+def _save(policy, unknown, instantiated, equation):
+    """Computed before the backward pass, and not again in it, if that is possible at all."""
+    del policy, instantiated
+    if unknown[0]:
+        return None, equation, [True], [True], []
+    return equation, None, [False], [False], []
+
+
+_saved_p = Primitive("linrec_saved")
+_saved_p.def_impl(lambda x: x)
+_saved_p.def_abstract_eval(lambda x: x)
+ad.deflinear2(_saved_p, lambda ct, _: [ct])
+batching.defvectorized(_saved_p)
+mlir.register_lowering(_saved_p, lambda _, x: [x])
+partial_eval.partial_eval_jaxpr_custom_rules[_saved_p] = _save

@@ -1,9 +1,11 @@
 import abc
+from typing import Any
 
 import equinox as eqx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .._inputs import Inputs
+from .._types import CuSeqlens
 
 
 class AbstractMethod(eqx.Module):
@@ -29,3 +31,17 @@ class AbstractMethod(eqx.Module):
         """Why this method cannot run `inputs`, or `None` if it can."""
         del inputs
         return None
+
+    def in_pieces(self, chunk_size: int) -> "AbstractMethod":
+        """The same in bounded memory, see [`linrec.Segmented`][]."""
+        from .segmented import Segmented  # which is a method itself
+
+        return Segmented(chunk_size, self)
+
+    def run_layer(
+        self, layer: Any, x: Array, state: PyTree, cu_seqlens: CuSeqlens | None
+    ) -> tuple[Array, PyTree]:
+        """`layer.run` with this method for the recurrences of the layer."""
+        from ..nn._timeline import sequence_timeline  # layers are built on methods
+
+        return layer.run(x, state, sequence_timeline(x.shape[0], cu_seqlens, self))

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _OPERATION = re.compile(rf"= (\(.*?\)|\S+) ({'|'.join(_KINDS)})(?:-start)?\(")
+_START, _DONE = (re.compile(rf" (?:{'|'.join(_KINDS)})-{end}\(") for end in ("start", "done"))
+_NAME = re.compile(r"%[\w.-]+")
 _ARRAY = re.compile(r"\b(pred|bf16|[fsu]\d+)\[([\d,]*)\]")
 
 
@@ -26,6 +28,30 @@ def collectives(text: str, devices: int) -> list[Collective]:
 
 def received_bytes(text: str, devices: int) -> int:
     return sum(collective.received_bytes for collective in collectives(text, devices))
+
+
+def waiting(text: str) -> list[str]:
+    """The instructions that need, if indirectly, what other devices send.
+
+    Of the main computation of a program that is scheduled: in order of time.
+    """
+    names, lines = set(), []
+    for line in text[text.index("\nENTRY") :].splitlines():
+        name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+        if _OPERATION.search(line) or names.intersection(_NAME.findall(rest)):
+            names.add(name)
+            lines.append(line)
+    return lines
+
+
+def meanwhile(text: str) -> list[str]:
+    """The instructions that are scheduled while messages are under way."""
+    started, lines = 0, []
+    for line in text[text.index("\nENTRY") :].splitlines():
+        started += len(_START.findall(line)) - len(_DONE.findall(line))
+        if started > 0:
+            lines.append(line)
+    return lines
 
 
 def _share(kind: str, devices: int) -> float:

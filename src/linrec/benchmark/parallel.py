@@ -141,13 +141,15 @@ CONTESTANTS = {
 def _project(args: argparse.Namespace, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Time of a layer, forward and backward, with so many tokens on each of many devices.
 
-    The recurrence's bytes are those of the program for as many devices; those of the others grow
-    with the tokens that come from elsewhere. Only ring attention sends while it computes.
+    The recurrence's bytes are those of the program for as many devices; those of the others are
+    scaled from fewer devices, by the tokens that come from elsewhere. Plain `jit` does not send
+    while it computes.
     """
     H, K, L = args.heads, args.channels, args.tokens_per_device
     size, last = H * K, args.lengths[-1]
     dense = 3 * 2 * 12 * size**2 * L  # projections and MLP
-    recurrence = 3 * 2 * L * H * (2 * CHUNK * K + 3 * K * K)
+    product = 3 * 2 * L * H * K * K
+    recurrence = 3 * 2 * L * H * 2 * CHUNK * K + 2 * product
     seconds = lambda flops: flops / (UTILISATION * PEAK_FLOPS)
     both = [r for r in records if r["pass"] == PASSES[1]]
     per_token = {
@@ -163,9 +165,9 @@ def _project(args: argparse.Namespace, records: list[dict[str, Any]]) -> list[di
         steps = 2 * (1 + math.ceil(math.log2(P - 1)))
         attention = 3 * 2 * L * (P * L) * size
         elsewhere = (P - 1) * L
-        # Work, work that is repeated on every device, bytes, messages.
+        # Work, work that one device would not have to do, bytes, messages.
         plans = {
-            "linrec, log_step": (recurrence, 0, exchanged, steps),
+            "linrec, log_step": (recurrence, 2 * product, exchanged, steps),
             "plain jit": (
                 recurrence, (P - 1) * recurrence, per_token["plain jit"] * elsewhere, 2,
             ),
@@ -173,11 +175,11 @@ def _project(args: argparse.Namespace, records: list[dict[str, Any]]) -> list[di
                 attention, 0, per_token["ring attention"] * elsewhere, 2 * (P - 1),
             ),
         }  # fmt: skip
-        for name, (work, repeated, received, messages) in plans.items():
+        for name, (work, more, received, messages) in plans.items():
             needed = seconds(dense + work)
             sending = received / LINK_BYTES + messages * LATENCY
-            hidden = min(sending, seconds(work)) if name == "ring attention" else 0
-            taken = needed + seconds(repeated) + sending - hidden
+            hidden = 0 if name == "plain jit" else min(sending, seconds(work))
+            taken = needed + seconds(more) + sending - hidden
             projection.append(
                 {"contestant": name, "projected_devices": P, "bytes": received}
                 | {"sending_seconds": sending, "seconds": taken, "efficiency": needed / taken}

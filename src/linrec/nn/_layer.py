@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._method.base import AbstractMethod
-from .._method.sequence_parallel import SequenceParallel
+from .._recurrent import choose_method
 from .._types import CuSeqlens
 from ._precision import wide
-from ._sharded import run_sharded
 from ._state import RecurrentState, repeat_state
-from ._timeline import AbstractTimeline, sequence_timeline, token_timeline
+from ._timeline import AbstractTimeline, token_timeline
 
 
 _Layer = TypeVar("_Layer", bound="AbstractLayer")
@@ -96,10 +95,7 @@ class AbstractLayer(eqx.Module):
         _check_input(self, "(x)", x, ("seq",))
         rows = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = _check_state(self, "(x, state)", state, rows)
-        if isinstance(method, SequenceParallel):
-            method = method if chunk_size is None else method.in_pieces(chunk_size)
-            return run_sharded(self, x, state, cu_seqlens, method)
-        return self.run(x, state, sequence_timeline(x.shape[0], cu_seqlens, chunk_size, method))
+        return choose_method(method, chunk_size).run_layer(self, x, state, cu_seqlens)
 
     def step(
         self, x: Shaped[Array, "*dim"], state: PyTree | None = None

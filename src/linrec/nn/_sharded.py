@@ -42,7 +42,7 @@ def run_sharded(
     def run(arrays, x, state, bounds):
         piece = cut.piece(bounds, reverse=False)
         cu_seqlens = piece.cu_seqlens if cut.ragged else None
-        local = sequence_timeline(cut.size, cu_seqlens, None, OneShard(parallel, piece))
+        local = sequence_timeline(cut.size, cu_seqlens, OneShard(parallel, piece))
         return eqx.combine(arrays, static).run(x, state, Shard(local, piece, parallel))
 
     y, state = run(arrays, cut.pad(x, 0), state, cut.bounds)

@@ -129,22 +129,10 @@ class Packed(AbstractTimeline):
 
 
 def sequence_timeline(
-    length: int,
-    cu_seqlens: CuSeqlens | None,
-    chunk_size: int | None,
-    method: AbstractMethod | None,
+    length: int, cu_seqlens: CuSeqlens | None, method: AbstractMethod
 ) -> AbstractTimeline:
     def run(q, k, v, h, **gates):
-        return recurrent(
-            q,
-            k,
-            v,
-            initial_state=h,
-            cu_seqlens=cu_seqlens,
-            chunk_size=chunk_size,
-            method=method,
-            **gates,
-        )
+        return recurrent(q, k, v, initial_state=h, cu_seqlens=cu_seqlens, method=method, **gates)
 
     if cu_seqlens is None:
         return Whole(run, length)
