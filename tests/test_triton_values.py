@@ -42,9 +42,31 @@ def test_strengths(gates, strength):
     check(Case(gates, B=1, T=70, H=1, Hkv=1, strength=strength), METHOD)
 
 
-@pytest.mark.parametrize("gates", ["g", "gk", "gv"])
-def test_growth(gates):
-    check(Case(gates, B=1, T=40, H=1, Hkv=1, strength="growth"), SMALL)
+@pytest.mark.parametrize(
+    ("gates", "strength"),
+    [
+        ("g", "-20"), ("gv", "-200"), ("all", "-200"), ("all", "-inf"), ("all", "zero"),
+        ("g", "zero"), ("gk", "zero"),
+        ("g", "0.5"), ("gk", "0.5"), ("gv", "0.5"), ("all", "0.5"),
+    ],
+)  # fmt: skip
+def test_strengths_in_small_chunks(gates, strength):
+    check(Case(gates, B=1, T=20, H=1, Hkv=1, K=3, V=2, strength=strength), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("gates", "T", "strength"),
+    [("gk", 2, "-6"), ("gk", 5, "-6"), ("gv", 5, "-6"), ("all", 2, "-6")],
+)
+def test_strong_gates_of_few_tokens(gates, T, strength):
+    """Ordinary by their sum, and so strong that what only cancels on paper would drown the rest."""
+    check(Case(gates, B=1, T=T, H=1, Hkv=1, strength=strength), SMALL)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_token(seed):
+    """Seed 5: the terms of the scalar gate's gradient nearly cancel."""
+    check(Case("all", B=1, T=1, H=1, Hkv=1, seed=seed), SMALL)
 
 
 @pytest.mark.parametrize(("gates", "T"), [("g", 63), *(("gk", T) for T in (1, 15, 63, 100, 257))])

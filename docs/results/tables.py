@@ -96,30 +96,84 @@ def long(records: Records) -> Iterator[str]:
 
 
 def kernels(records: Records) -> Iterator[str]:
-    resources = [r for r in records if r["what"] == "resources" and r["K"] == 128]
-    rows = [
-        [
-            f"`{r['kernel']}`, `{r['gate']}`, {r['target']}",
-            *(str(r[key]) for key in ("registers", "spilled_bytes", "shared_bytes")),
-            str(r["blocks_per_sm"]),
-        ]
+    resources = [r for r in records if r["what"] == "resources"]
+    work = {(r["gate"], r["kernel"]): r for r in records if r["what"] == "work"}
+    steps = [r for r in records if r["what"] == "training_step"]
+    yield from _kernels_by_gate(resources)
+    yield from _kernels_by_target(resources)
+
+    rows = []
+    for gate in dict.fromkeys(gate for gate, _ in work):
+        row = [f"`{gate}`"]
+        for which in ("forward", "backward"):
+            r = work[gate, which]
+            moved = (r["bytes_read"] + r["bytes_written"]) / 1e6
+            row += [str(r["launches"]), f"{moved:.2f}", f"{r['flops'] / 1e9:.3f}"]
+        rows.append(row)
+    header = [
+        f"{which}{what}" for which in ("forward: ", "backward: ")
+        for what in ("launches", "MB read and written", "GFLOP")
+    ]  # fmt: skip
+    yield table(["gate", *header], rows)
+
+    methods = dict.fromkeys(r["method"] for r in steps)
+    memory = {(tuple(r["shape"]), r["gate"], r["method"]): r for r in steps}
+    for shape in dict.fromkeys(tuple(r["shape"]) for r in steps):
+        rows = [
+            [f"`{gate}`"]
+            + [
+                f"{memory[shape, gate, name][key] / 1e6:,.1f}"
+                for name in methods for key in ("forward_bytes", "both_bytes")
+            ]
+            for gate in dict.fromkeys(r["gate"] for r in steps)
+        ]  # fmt: skip
+        header = [f"{name} {which}" for name in methods for which in ("forward", "with backward")]
+        yield f"**Temporaries at {shape_text(shape)}, MB**\n\n{table(['gate', *header], rows)}"
+
+
+def _kernels_by_gate(resources: Records) -> Iterator[str]:
+    chosen = {
+        (r["gate"], r["kernel"]): f"{r['registers']} ({r['blocks_per_sm']})"
         for r in resources
-        if r["target"] == "sm_90" and r["gate"] in ("none", "g", "gk")
-    ]
-    columns = ["registers", "spilled bytes", "shared bytes", "programs per processor"]
-    yield table(["kernel, gate, GPU", *columns], rows)
-    rows = [
+        if r["target"] == "sm_90" and r["K"] == 128
+    }
+    gates, names = map(dict.fromkeys, zip(*chosen, strict=True))
+    rows = [[f"`{gate}`", *(chosen[gate, name] for name in names)] for gate in gates]
+    header = "sm_90, 128 channels: registers (programs per processor)"
+    yield table([header, *(f"`{name}`" for name in names)], rows)
+
+
+def _kernels_by_target(resources: Records) -> Iterator[str]:
+    sizes = dict.fromkeys(r["K"] for r in resources)
+    rows = []
+    for target in dict.fromkeys(r["target"] for r in resources):
+        here = [r for r in resources if r["target"] == target]
+        spilled = [max(r["spilled_bytes"] for r in here if r["K"] == K) for K in sizes]
+        inside = [r for r in here if r["kernel"] in ("output", "d_key", "d_value")]
+        seconds = {}
+        for r in here:
+            if r["kernel"] != "decode":
+                problem = (r["gate"], r["K"])
+                seconds[problem] = seconds.get(problem, 0) + r["seconds"]
+        rows.append([
+            target,
+            " / ".join(map(str, spilled)),
+            f"{max(r['shared_bytes'] for r in here) / 1024:.0f}",
+            str(min(r["blocks_per_sm"] for r in inside)),
+            str(min(r["tensor_core_instructions"] for r in here if r["kernel"] != "decode")),
+            f"{max(seconds.values()):.1f}",
+        ])  # fmt: skip
+    yield table(
         [
-            f"`{r['gate']}`, {r['kernel']}",
-            str(r["launches"]),
-            f"{r['bytes_read'] / 1e6:.2f}",
-            f"{r['bytes_written'] / 1e6:.2f}",
-            f"{r['flops'] / 1e9:.3f}",
-        ]
-        for r in records
-        if r["what"] == "work" and r["kernel"] in ("forward", "backward")
-    ]
-    yield table(["gate, pass", "launches", "MB read", "MB written", "GFLOP"], rows)
+            "all gates",
+            f"spilled bytes at most, at {' / '.join(map(str, sizes))} channels",
+            "shared KiB at most",
+            "programs per processor inside chunks, at least",
+            "tensor-core instructions at least",
+            "seconds to compile forward and backward, at most",
+        ],
+        rows,
+    )
 
 
 COMMANDS: dict[str, Callable[[Records], Iterator[str]]] = {

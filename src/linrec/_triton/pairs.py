@@ -272,12 +272,12 @@ def pairs_kernel(
                 if COL:
                     b_from = (b_r.to(tl.float32) * tl.exp(b_reach)).to(FACTOR)
                     b_in = tl.dot(tl.trans(b_pairs.to(FACTOR)), b_from, input_precision=PRECISION)
+                    b_in *= tl.exp(-b_reach) * b_scale
                     if GRAD_GO:
-                        b_whole += tl.sum(b_w.to(tl.float32) * b_col, 0)
-                    b_col += b_in * (tl.exp(-b_reach) * b_scale)
-                    if GRAD_GO:
-                        b_d_go = b_scale * b_r.to(tl.float32) * b_row - b_w.to(tl.float32) * b_col
+                        b_d_go = b_scale * b_r.to(tl.float32) * b_row - b_w.to(tl.float32) * b_in
                         b_d_go = tl.cumsum(b_d_go, 0, reverse=True)
+                        b_d_go += sums_before(b_w.to(tl.float32) * b_col, BT, BO)
+                    b_col += b_in
             else:
                 if GRAD_GO:
                     b_d_go = tl.cumsum(b_r.to(tl.float32) * b_row, 0, reverse=True) * b_scale

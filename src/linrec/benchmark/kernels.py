@@ -65,6 +65,7 @@ def main(args: argparse.Namespace) -> int:
     with progress(total) as step:
         resources = _resources(args.gates, args.targets, args.sizes, args.dtype, step)
         _print_resources(resources)
+        _print_seconds(resources, args.targets)
         work = _work(args.gates, args.work_shape, args.dtype, step)
         _print_work(work, args)
         steps = _training_steps(args.gates, args.step_shapes, args.dtype, step)
@@ -132,15 +133,29 @@ _BLOCKS = ("BT", "BK", "BV", "BC", "BO")
 
 def _print_resources(records: Records) -> None:
     columns = ("K", "warps", "registers", "spilled_bytes", "shared_bytes", "blocks_per_sm")
-    columns += ("tensor_core_instructions", "seconds")
+    columns += ("tensor_core_instructions",)
     rows = [
-        [f"{r['kernel']}, gate {r['gate']}"]
-        + [f"{r[name]:.1f}" if name == "seconds" else str(r[name]) for name in columns]
-        + [r["target"]]
+        [f"{r['kernel']}, gate {r['gate']}", *(str(r[name]) for name in columns), r["target"]]
         for r in records
     ]
-    titles = ("K", "warps", "registers", "spilled", "shared", "per SM", "tensor core", "seconds")
+    titles = ("K", "warps", "registers", "spilled", "shared", "per SM", "tensor core")
     print_table("Kernels as compiled", ("kernel", *titles, "target"), rows)
+
+
+def _print_seconds(records: Records, targets: Sequence[str]) -> None:
+    seconds = {}
+    for r in records:
+        if r["kernel"] != "decode":
+            total = seconds.setdefault((r["gate"], r["K"]), {}).setdefault(r["target"], [0, 0])
+            total[0] += r["seconds"]
+            total[1] += r["ptxas_seconds"]
+    rows = [
+        [f"gate {gate}", str(K)]
+        + [f"{by[target][0]:.1f} ({by[target][1]:.1f})" for target in targets]
+        for (gate, K), by in seconds.items()
+    ]
+    title = "Compiling forward and backward: seconds of one core (of these in ptxas)"
+    print_table(title, ("", "K", *targets), rows)
 
 
 def _work(gates, shape, dtype, step: Step) -> Records:
