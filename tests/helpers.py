@@ -103,7 +103,7 @@ def _gate(strength: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np
             return weak
         case "strong":  # as of gates without a normaliser: past what a chunk can factorise
             return 16 * weak
-        case "-3" | "-10" | "-20" | "-200":
+        case "-3" | "-6" | "-10" | "-20" | "-200" | "0.5":
             return np.full(shape, float(strength)) * rng.uniform(0.9, 1.1, shape)
         case "-inf":
             return np.where(rng.uniform(size=shape) < 0.1, -np.inf, weak)
