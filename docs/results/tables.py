@@ -28,16 +28,18 @@ def shape_text(shape: list[int]) -> str:
     return ", ".join(f"{name} = {size}" for name, size in zip("BTHKV", shape, strict=True))
 
 
-def _cell(record: dict[str, Any] | None, key: str, scale: float, form: str) -> str:
+def _cell(record: dict[str, Any] | None, text: Callable[[dict[str, Any]], str]) -> str:
     if record is None:
         return "-"
-    problem, value = record["problem"], record.get(key)
+    problem = record["problem"]
     if problem is not None:
         return problem.partition(":")[0] if problem.startswith(("wrong", "fails")) else "-"
-    return "?" if value is None else f"{value * scale:{form}}"
+    return text(record)
 
 
-def by_contestant(records: Records, key: str, scale: float, form: str, what: str) -> Iterator[str]:
+def by_contestant(
+    records: Records, text: Callable[[dict[str, Any]], str], what: str
+) -> Iterator[str]:
     """One table for each shape and dtype: contestants down, gates and passes across."""
     problems = dict.fromkeys((tuple(r["shape"]), r["dtype"]) for r in records)
     for shape, dtype in problems:
@@ -50,19 +52,26 @@ def by_contestant(records: Records, key: str, scale: float, form: str, what: str
         header = [what]
         header += [f"`{gate}` {which.replace('+', ' + ')}" for gate in gates for which in passes]
         rows = [
-            [name]
-            + [_cell(chosen.get((name, g, p)), key, scale, form) for g in gates for p in passes]
+            [name] + [_cell(chosen.get((name, g, p)), text) for g in gates for p in passes]
             for name in contestants
         ]
         yield f"**{shape_text(shape)}, {dtype}**\n\n{table(header, rows)}"
 
 
 def speed(records: Records) -> Iterator[str]:
-    yield from by_contestant(records, "ms", 1, ",.1f", "ms")
+    def text(record: dict[str, Any]) -> str:
+        ratio = record.get("times_as_fast")
+        return f"{record['ms']:,.1f}" + ("" if ratio is None else f" ({ratio:.1f}x)")
+
+    yield from by_contestant(records, text, "ms (times as fast as `lax.scan`)")
 
 
 def memory(records: Records) -> Iterator[str]:
-    yield from by_contestant(records, "temp_bytes", 1 / MIB, ",.1f", "MiB")
+    def text(record: dict[str, Any]) -> str:
+        size = record["temp_bytes"]
+        return "?" if size is None else f"{size / MIB:,.1f}"
+
+    yield from by_contestant(records, text, "MiB")
 
 
 def decode(records: Records) -> Iterator[str]:
