@@ -157,6 +157,24 @@ assert not {"triton", "jax_triton"} & set(sys.modules)
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.parametrize("K", [64, 128])
+def test_two_programs_to_a_processor(K):
+    """What `test_benchmark.py` asks of gates per channel: blocks are cut down to small heads."""
+    from linrec._triton.call import record_calls
+    from linrec.benchmark._compiled import compile_call, TARGETS
+
+    x = jax.ShapeDtypeStruct((1, 128, 2, K), jnp.bfloat16)
+    g = jax.ShapeDtypeStruct((1, 128, 2), jnp.float32)
+    f = lambda x, g: linrec.recurrent(x, x, x, g, method=METHOD)[0].astype(jnp.float32)
+    with record_calls() as calls:
+        jax.eval_shape(jax.grad(lambda *x: jnp.sum(f(*x)), (0, 1)), x, g)
+    for call in calls:
+        if call.name in ("output", "d_value"):
+            resources = compile_call(call, TARGETS["sm_80"])
+            assert resources.spilled_bytes == 0
+            assert resources.blocks_per_sm >= 2
+
+
 def test_addresses_beyond_32_bits():
     """The last row of arrays of 2^31 elements, through all kernels. Memory that is not touched
     costs nothing."""

@@ -159,18 +159,12 @@ def _kernels_by_target(resources: Records) -> Iterator[str]:
         here = [r for r in resources if r["target"] == target]
         spilled = [max(r["spilled_bytes"] for r in here if r["K"] == K) for K in sizes]
         inside = [r for r in here if r["kernel"] in ("output", "d_key", "d_value")]
-        seconds = {}
-        for r in here:
-            if r["kernel"] != "decode":
-                problem = (r["gate"], r["K"])
-                seconds[problem] = seconds.get(problem, 0) + r["seconds"]
         rows.append([
             target,
             " / ".join(map(str, spilled)),
             f"{max(r['shared_bytes'] for r in here) / 1024:.0f}",
             str(min(r["blocks_per_sm"] for r in inside)),
             str(min(r["tensor_core_instructions"] for r in here if r["kernel"] != "decode")),
-            f"{max(seconds.values()):.1f}",
         ])  # fmt: skip
     yield table(
         [
@@ -179,7 +173,6 @@ def _kernels_by_target(resources: Records) -> Iterator[str]:
             "shared KiB at most",
             "programs per processor inside chunks, at least",
             "tensor-core instructions at least",
-            "seconds to compile forward and backward, at most",
         ],
         rows,
     )

@@ -101,6 +101,8 @@ class Problem(NamedTuple):
         C, O = (self.V, self.K) if out_is_key else (self.K, self.V)  # noqa: E741
         gc, go = (rows.gv, rows.gk) if out_is_key else (rows.gk, rows.gv)
         BO = fit(config.outer, O)
+        # A block that was cut down takes fewer warps, of which more programs fit a processor.
+        warps = min(config.warps, max(4, config.warps * BO // config.outer))
         return call(
             name,
             pairs_kernel,
@@ -108,7 +110,7 @@ class Problem(NamedTuple):
             self.sizes,
             outputs,
             grid=(self.B * self.slots * self.H // heads, -(-O // BO)),
-            **self.launch.target(config.warps, config.stages),
+            **self.launch.target(warps, config.stages),
             **self.constants,
             GROUP=self.groups,
             HEADS=heads,

@@ -15,9 +15,12 @@ that are summed over and `o` those that remain, `P_ij = sum_c x_ic y_jc e^(gates
 | backward 2 | V   | K   | do v  | q k   | dq        | dk    |
 | backward 3 | K   | V   | q k   | do v  | o, unsaved | dv   |
 
-The gradient of the gates of `o` follows from `r row - w col`, that of scalar gates likewise. Row
-tensors have `H` heads, column tensors `H / GROUP`: a program that writes `col` does all the query
-heads of its kv head.
+The gradient of the gates of `o` follows from `r row - w col`, summed from the end of the chunk,
+that of scalar gates likewise. What `col` has from `dh` is summed over the tokens before instead:
+the total less what comes after is the same on paper, and has no digit left where gates are strong.
+
+Row tensors have `H` heads, column tensors `H / GROUP`: a program that writes `col` does all the
+query heads of its kv head.
 """
 
 from typing import no_type_check

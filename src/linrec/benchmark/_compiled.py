@@ -45,7 +45,7 @@ class Resources(NamedTuple):
     blocks_per_sm: int
     tensor_core_instructions: int
     seconds: float
-    """Of a processor, that compiling took: what else runs on the machine counts little."""
+    """Of one core, that compiling took. On a busy machine it takes more of them."""
     ptxas_seconds: float
     """Of these, in the assembler, which is a program of its own."""
 
