@@ -148,6 +148,7 @@ def _step(h, token, g_gamma, scale):
     groups = h.shape[-3] // k.shape[-2]
     k, v_of_head = (jnp.repeat(wide(x), groups, axis=-2) for x in (k, v))
     h = h + k[..., None] * v_of_head[..., None, :]
-    q = wide(q) * scale[..., None, None]
-    # A sum, not a product of a matrix: on a CPU, XLA reads the state with all cores.
-    return jnp.sum(q[..., None] * h, -2).astype(v.dtype), h
+    # A sum, not a product of a matrix, and one that is multiplied: on a CPU, XLA reads the state
+    # with all cores then. The barrier keeps it from leaving out a scale of 1.
+    scale = jax.lax.optimization_barrier(scale)[..., None, None]
+    return (jnp.sum(wide(q)[..., None] * h, -2) * scale).astype(v.dtype), h
