@@ -1,5 +1,4 @@
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,24 +87,21 @@ def step(
             f"but has shape {jnp.shape(query)}. For whole sequences call `linrec.recurrent`."
         )
 
-    def with_seq(x: Any, axis: int) -> Any:
-        return None if x is None else jnp.expand_dims(x, axis)
-
-    per_head = g is not None and jnp.ndim(g) < jnp.ndim(query)
     inputs, layout = canonicalise(
         "linrec.step",
-        with_seq(query, -3),
-        with_seq(key, -3),
-        with_seq(value, -3),
-        with_seq(g, -2 if per_head else -3),
+        query,
+        key,
+        value,
+        g,
         g_gamma,
-        with_seq(gk, -3),
-        with_seq(gv, -3),
+        gk,
+        gv,
         softmax_scale,
         state,
         False,
         None,
         state_argument="state",
+        one_token=True,
     )
     elsewhere = partial(_one_token, layout.batched)
     on_gpu = Auto().select(inputs, "gpu")
