@@ -71,7 +71,7 @@ def decode(records: Records) -> Iterator[str]:
             r["name"],
             f"{r['seconds'] * 1e3:.2f}",
             f"{r['bandwidth'] / 1e9:.1f}",
-            f"{r['of_copy']:.0%}",
+            f"{r['of_copy']:.0%} (median {r['median_of_copy']:.0%})",
         ]
         for r in records
     ]
