@@ -26,10 +26,7 @@ def mixers(**options):
             dict(num_heads=3, layer_idx=1, num_layers=3, slopes="geometric"),
         ),
         "retention": (nn.Retention, dict(num_heads=2)),
-        "hgrn2": (
-            nn.HGRN2,
-            dict(num_heads=4, num_kv_heads=2, key_size=5, lower_bound=0.25),
-        ),
+        "hgrn2": (nn.HGRN2, dict(num_heads=4, num_kv_heads=2, key_size=5)),
         "mamba2": (nn.Mamba2, dict(key_size=5, value_size=4, num_groups=2)),
         "sliding_window_attention": (
             nn.SlidingWindowAttention,

@@ -131,5 +131,6 @@ def test_lightning_layer(layer, layers):
 def test_step():
     with pytest.raises(ValueError, match=re.escape("`linrec.step(..., query=...)` expects one")):
         linrec.step(jnp.ones((4, 8, 8)), Q, KV, KV)
-    with pytest.raises(ValueError, match=re.escape("gk=...)` expects shape")):
+    message = "gk=...)` expects shape (4, 8), one gate per key channel, but has shape (2, 8)"
+    with pytest.raises(ValueError, match=re.escape(message)):
         linrec.step(jnp.ones((4, 8, 8)), Q[0, 0], KV[0, 0], KV[0, 0], gk=KV[0, 0])

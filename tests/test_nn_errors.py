@@ -63,9 +63,16 @@ CALLS = {
     "HGRN2 heads": (lambda: make(nn.HGRN2), "`num_heads`"),
     "groups": (lambda: make(nn.Mamba2, 4, 3), r"`num_groups` \(3\) has to divide"),
     "window": (lambda: make(nn.SlidingWindowAttention, window=0), "window"),
+    "no heads": (lambda: make(num_heads=0), "`num_heads` expects 1 or more"),
+    "negative key_size": (lambda: make(key_size=-2), "`key_size` expects 1 or more"),
+    "no conv_size": (lambda: make(nn.Mamba2, 4, conv_size=None), "`conv_size` expects an integer"),
+    "boundaries of no sequence": (
+        lambda: make(nn.SlidingWindowAttention, window=2)(X, cu_seqlens=jnp.array([0])),
+        r"`SlidingWindowAttention\(..., cu_seqlens=...\)` expects the boundaries",
+    ),
     "no layers": (
         lambda: nn.LanguageModel(lambda i, key: make(), 0, 5, key=KEY),
-        "1 layer or more",
+        "num_layers=...\\)` expects 1 or more",
     ),
 }
 
@@ -83,3 +90,19 @@ def test_dtypes():
         model(jnp.ones((5,)))
     with pytest.raises(TypeError, match="floating dtype"):
         make()(jnp.ones((5, 8), jnp.int32))
+
+
+@pytest.mark.parametrize("kind", [nn.GatedLinearAttention, nn.SlidingWindowAttention])
+def test_values_of_cu_seqlens(kind):
+    """Also in a layer that has no recurrence."""
+    layer = make(kind, **({} if kind is nn.GatedLinearAttention else {"window": 2}))
+    with pytest.raises(Exception, match=rf"`{kind.__name__}\(..., cu_seqlens=...\)` must not"):
+        layer(X, cu_seqlens=jnp.array([0, 4, 2]))
+
+
+def test_plain_numbers():
+    """Lists and Python numbers are arrays too."""
+    model = nn.LanguageModel(lambda i, key: make(), 1, 5, key=KEY)
+    _, states = model([1, 2, 3], cu_seqlens=[0, 1, 3])
+    assert states[0].position.tolist() == [[1], [2]]
+    assert model.step(3)[0].shape == (5,)

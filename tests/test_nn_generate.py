@@ -1,3 +1,5 @@
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -132,11 +134,13 @@ def test_no_tokens(model):
         ({"temperature": float("nan")}, "`temperature` must not be negative"),
         ({"max_tokens": -1}, "expects 0 or more"),
         ({"max_tokens": 2.5}, "expects an integer, but got 2.5"),
-        ({"prompt": jnp.ones((2,))}, "expects tokens, which are integers"),
-        ({"stop": 3.7}, "expects tokens, which are integers"),
+        ({"prompt": jnp.ones((2,))}, "`linrec.nn.generate(..., prompt=...)` expects integers"),
+        ({"stop": 3.7}, "expects integers, but got 3.7"),
+        ({"stop": [1, 2]}, "expects one token, but got [1, 2]"),
+        ({"top_k": 2.5}, "expects integers, but got 2.5"),
     ],
 )
 def test_mistakes(model, options, message):
     arguments = {"prompt": PROMPT, "max_tokens": 2, "key": jax.random.key(0), **options}
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         nn.generate(model, **arguments)

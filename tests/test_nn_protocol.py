@@ -174,15 +174,17 @@ def test_every_parameter_has_a_gradient(name):
 
     @eqx.filter_jit
     @eqx.filter_grad
-    def gradient(layer):
+    def gradient(layer, x):
         return jnp.sum(jnp.sin(layer(x)[0]))
 
     constant = ("decay", "lower_bound")
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient(layer)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient(layer, x)):
         name = jax.tree_util.keystr(path)
         is_parameter = not name.startswith(".state") and not name.endswith(constant)
         assert np.all(np.isfinite(leaf)), name
         assert bool(np.any(np.asarray(leaf) != 0)) == is_parameter, name
+    # Gates that are all but open or shut.
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradient(layer, 1e4 * x)))
 
 
 def test_trainable_state():

@@ -130,7 +130,7 @@ def test_forward_mode_of_scan():
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("how", ["plain", "of jit", "in jit", "jacfwd"])
+@pytest.mark.parametrize("how", ["plain", "of jit", "in jit", "jacfwd", "of grad"])
 @pytest.mark.parametrize("method", FAST_METHODS)
 def test_forward_mode_says_which_method_has_it(method, how):
     q = arguments()[0]
@@ -141,6 +141,7 @@ def test_forward_mode_says_which_method_has_it(method, how):
         "of jit": lambda: jax.jvp(jax.jit(f), (x,), (x,)),
         "in jit": lambda: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(x),
         "jacfwd": lambda: jax.jacfwd(f)(x),
+        "of grad": lambda: jax.jvp(jax.grad(lambda x: jnp.sum(f(x))), (x,), (x,)),
     }
     with pytest.raises(NotImplementedError, match=r"linrec\.Scan"):
         run[how]()

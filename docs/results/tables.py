@@ -80,7 +80,7 @@ def decode(records: Records) -> Iterator[str]:
             r["name"],
             f"{r['seconds'] * 1e3:.2f}",
             f"{r['bandwidth'] / 1e9:.1f}",
-            f"{r['of_copy']:.0%}",
+            f"{r['of_copy']:.0%} (median {r['median_of_copy']:.0%})",
         ]
         for r in records
     ]
@@ -96,12 +96,13 @@ def long(records: Records) -> Iterator[str]:
             f"{r['peak_bytes'] / MIB:,.0f}",
             f"{r['seconds']:.1f}",
             f"{r['length'] / r['seconds']:,.0f}",
+            f"{r['gradient_error']:.0e}" if "gradient_error" in r else "-",
         ]
         for r in records
     ]
     first = records[0]
     what = f"{first['num_layers']} layers of `{first['mixer']}({first['size']})`"
-    yield table([what, "peak MiB", "seconds", "tokens/s"], rows)
+    yield table([what, "peak MiB", "seconds", "tokens/s", "gradient against whole"], rows)
 
 
 def kernels(records: Records) -> Iterator[str]:

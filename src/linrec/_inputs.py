@@ -109,8 +109,12 @@ def canonicalise(
     reverse: bool,
     cu_seqlens: Any,
     state_argument: str = "initial_state",
+    one_token: bool = False,
 ) -> tuple[Inputs, Layout]:
-    """Checks everything, once. `name` is the function the caller called, for the errors."""
+    """Checks everything, once. `name` is the function the caller called, for the errors.
+
+    With `one_token` the arrays have no `seq` axis.
+    """
 
     def fail(argument: str, problem: str, error: Callable[[str], Exception] = ValueError):
         raise error(f"`{name}(..., {argument}=...)` {problem}")
@@ -134,7 +138,8 @@ def canonicalise(
     query, key, value = (
         as_float(argument, x) for argument, x in (("query", query), ("key", key), ("value", value))
     )
-    if query.ndim not in (3, 4):
+    unbatched = 2 if one_token else 3  # axes
+    if query.ndim not in (unbatched, unbatched + 1):
         fail(
             "query",
             "expects 4 axes (batch, seq, heads, key), or 3 without a batch, but has shape "
@@ -147,9 +152,9 @@ def canonicalise(
                 f"expects the axes of `query` before its heads, {query.shape[:-2]}, then (heads, "
                 f"channels), but has shape {x.shape}.",
             )
-    batched = query.ndim == 4
-    lead = query.shape[:-2]
-    B, T, H, K = query.shape if batched else (1, *query.shape)
+    batched = query.ndim > unbatched
+    *lead, H, K = query.shape
+    B, T = lead[0] if batched else 1, 1 if one_token else lead[-1]
     Hkv, V = value.shape[-2:]
     if Hkv == 0 or H % Hkv != 0:
         fail(
@@ -157,28 +162,19 @@ def canonicalise(
             f"has {Hkv} heads, which do not divide the {H} heads of `query`. With grouped heads "
             "every key and value head serves the same number of query heads.",
         )
-    expect("key", key, (*lead, Hkv, K), meaning="(seq, heads of `value`, channels of `query`)")
+    expect("key", key, (*lead, Hkv, K), meaning="heads of `value`, channels of `query`")
 
     packed = cu_seqlens is not None
     N = 1
     if packed:
-        cu_seqlens = jnp.asarray(cu_seqlens)
         if B != 1:
             fail(
                 "cu_seqlens",
                 f"expects one packed sequence axis, but `query` has shape {query.shape}. "
                 "Concatenate the sequences along `seq` (batch 1), or drop `cu_seqlens`.",
             )
-        if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
-            fail("cu_seqlens", f"expects integers, but has dtype {cu_seqlens.dtype}.", TypeError)
-        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-            fail(
-                "cu_seqlens",
-                "expects the boundaries of N sequences, N + 1 integers from 0 up, but has shape "
-                f"{cu_seqlens.shape}.",
-            )
+        cu_seqlens = check_boundaries(name, cu_seqlens, T)
         N = cu_seqlens.shape[0] - 1
-        cu_seqlens = check_boundaries(name, cu_seqlens.astype(jnp.int32), T)
 
     compute_dtype = jnp.float64 if jnp.float64 in (query.dtype, key.dtype, value.dtype) else None
     compute_dtype = jnp.dtype(compute_dtype or jnp.float32)
@@ -226,7 +222,10 @@ def canonicalise(
         initial_state = initial_state.astype(compute_dtype).reshape(B, N, H, K, V)
 
     def with_batch(x: Any) -> Any:
-        return x if x is None or batched else x[None]
+        if x is None:
+            return None
+        x = x if batched else x[None]
+        return x[:, None] if one_token else x
 
     inputs = Inputs(
         q=with_batch(query),
@@ -269,12 +268,22 @@ def _add_gates(gk: Array, g: Array, dtype: jnp.dtype) -> Array:
     return gk.astype(dtype) + g.astype(dtype)
 
 
-def check_boundaries(name: str, cu_seqlens: Array, T: int) -> Array:
-    """The values of `cu_seqlens` are known only when the program runs.
+def check_boundaries(name: str, cu_seqlens: Any, T: int) -> Array:
+    """`cu_seqlens` as an array. Its values are known only when the program runs.
 
     Inside `jax.shard_map` they go unchecked: there, devices would have to raise one by one, which
     `equinox.error_if` does not do.
     """
+    cu_seqlens = jnp.asarray(cu_seqlens)
+    argument = f"`{name}(..., cu_seqlens=...)`"
+    if not jnp.issubdtype(cu_seqlens.dtype, jnp.integer):
+        raise TypeError(f"{argument} expects integers, but has dtype {cu_seqlens.dtype}.")
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+        raise ValueError(
+            f"{argument} expects the boundaries of N sequences, N + 1 integers from 0 up, but has "
+            f"shape {cu_seqlens.shape}."
+        )
+    cu_seqlens = cu_seqlens.astype(jnp.int32)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return cu_seqlens
     problems = (
@@ -283,5 +292,5 @@ def check_boundaries(name: str, cu_seqlens: Array, T: int) -> Array:
         (cu_seqlens[-1] > T, f"passes the end of the sequence axis, which has {T} tokens"),
     )
     for wrong, problem in problems:
-        cu_seqlens = eqx.error_if(cu_seqlens, wrong, f"`{name}(..., cu_seqlens=...)` {problem}.")
+        cu_seqlens = eqx.error_if(cu_seqlens, wrong, f"{argument} {problem}.")
     return cu_seqlens

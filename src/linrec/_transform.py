@@ -143,7 +143,8 @@ def _reverse_mode_only(message, x):
 @_reverse_mode_only.defjvp
 def _reverse_mode_only_jvp(message, primals, tangents):
     (x,), (t,) = primals, tangents
-    return x, _tangent_p.bind(t, message=message)
+    # The value is marked again, for derivatives of derivatives (`jax.hessian`).
+    return _reverse_mode_only(message, x), _tangent_p.bind(t, message=message)
 
 
 def _refuse(*_, message):

@@ -1,5 +1,4 @@
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,24 +87,21 @@ def step(
             f"but has shape {jnp.shape(query)}. For whole sequences call `linrec.recurrent`."
         )
 
-    def with_seq(x: Any, axis: int) -> Any:
-        return None if x is None else jnp.expand_dims(x, axis)
-
-    per_head = g is not None and jnp.ndim(g) < jnp.ndim(query)
     inputs, layout = canonicalise(
         "linrec.step",
-        with_seq(query, -3),
-        with_seq(key, -3),
-        with_seq(value, -3),
-        with_seq(g, -2 if per_head else -3),
+        query,
+        key,
+        value,
+        g,
         g_gamma,
-        with_seq(gk, -3),
-        with_seq(gv, -3),
+        gk,
+        gv,
         softmax_scale,
         state,
         False,
         None,
         state_argument="state",
+        one_token=True,
     )
     elsewhere = partial(_one_token, layout.batched)
     on_gpu = Auto().select(inputs, "gpu")
@@ -148,6 +144,7 @@ def _step(h, token, g_gamma, scale):
     groups = h.shape[-3] // k.shape[-2]
     k, v_of_head = (jnp.repeat(wide(x), groups, axis=-2) for x in (k, v))
     h = h + k[..., None] * v_of_head[..., None, :]
-    q = wide(q) * scale[..., None, None]
-    # A sum, not a product of a matrix: on a CPU, XLA reads the state with all cores.
-    return jnp.sum(q[..., None] * h, -2).astype(v.dtype), h
+    # A sum, not a product of a matrix, and one that is multiplied: on a CPU, XLA reads the state
+    # with all cores then. The barrier keeps it from leaving out a scale of 1.
+    scale = jax.lax.optimization_barrier(scale)[..., None, None]
+    return (jnp.sum(wide(q)[..., None] * h, -2) * scale).astype(v.dtype), h

@@ -20,17 +20,24 @@ import linrec
 
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A bar on stderr. Call what it gives with a description of each of `total` steps."""
+    """A bar on stderr. Call what it gives with a description of each of `total` steps.
+
+    Where stderr is no terminal but a file, it is one line for each step.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda description: print(description, file=sys.stderr, flush=True)
+        return
     columns = (
         BarColumn(20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=total + 1)
 
         def step(description: str) -> None:

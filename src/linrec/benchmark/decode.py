@@ -96,12 +96,11 @@ def _copy(args: argparse.Namespace) -> Callable[[], None]:
 
 
 def _step(args: argparse.Namespace) -> Callable[[], None]:
-    key = jax.random.normal(jax.random.key(1), (args.batch, args.num_heads, args.key_size))
-    value = jax.random.normal(jax.random.key(2), (args.batch, args.num_heads, args.value_size))
-    step = jax.jit(
-        lambda state: linrec.step(state, key, key, value, gk=-jnp.abs(key)), donate_argnums=0
-    )
-    return _decoder(step, _state(args))
+    rows = (args.batch, args.num_heads)
+    query, key, gate = jax.random.normal(jax.random.key(1), (3, *rows, args.key_size))
+    value = jax.random.normal(jax.random.key(2), (*rows, args.value_size))
+    step = lambda state, *token: linrec.step(state, *token[:3], gk=-jnp.abs(token[3]))
+    return _decoder(step, _state(args), query, key, value, gate)
 
 
 def _layers(args: argparse.Namespace) -> list[nn.AbstractMixer]:
@@ -122,17 +121,19 @@ def _layer_step(layer: nn.AbstractMixer, batch: int, position: int) -> Callable[
     x = jax.random.normal(jax.random.key(3), (batch, layer.size))
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (batch, *s.shape)), layer.state)
     state = eqx.tree_at(lambda s: s.position, state, jnp.full((batch,), position, jnp.int32))
-    step = jax.jit(
-        lambda state: jax.vmap(lambda x, state: layer.step(x, state))(x, state), donate_argnums=0
-    )
-    return _decoder(step, state)
+    step = lambda state, x: jax.vmap(lambda x, state: layer.step(x, state))(x, state)
+    return _decoder(step, state, x)
 
 
-def _decoder(step: Callable[[Any], tuple[jax.Array, Any]], state: Any) -> Callable[[], None]:
-    """Decodes one token with each call. The state's memory is used again every time."""
+def _decoder(step: Callable[..., Any], state: Any, *token: jax.Array) -> Callable[[], None]:
+    """Decodes one token with each call. The state's memory is used again every time.
+
+    The token is an argument: of a constant, XLA would compute the projections when it compiles.
+    """
+    compiled = jax.jit(step, donate_argnums=0)
 
     def decode() -> None:
         nonlocal state
-        _, state = jax.block_until_ready(step(state))
+        _, state = jax.block_until_ready(compiled(state, *token))
 
     return decode

@@ -63,43 +63,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    records, lines = [], {}
-    with progress(len(args.lengths)) as step:
-        for length in args.lengths:
-            step(f"{length:,} tokens")
-            chunk_sizes = [args.chunk_size]
-            if length <= args.whole_up_to:
-                chunk_sizes.insert(0, None)
-            gradients = []
-            for chunk_size in chunk_sizes:
-                task = Task(
-                    args.mixer, args.size, args.num_layers, length, chunk_size, args.two_level
-                )
-                record, gradient = _in_new_process(task)
-                gradients.append(gradient)
-                record["gradient_error"] = _relative_error(gradients[-1], gradients[0])
-                records.append({**task._asdict(), "how": str(task), **record})
-                lines.setdefault(str(task), {})[length] = record["peak_bytes"] / 2**20
+    tasks = [
+        Task(args.mixer, args.size, args.num_layers, length, chunk_size, args.two_level)
+        for length in args.lengths
+        for chunk_size in (None, args.chunk_size)
+        if chunk_size is not None or length <= args.whole_up_to
+    ]
+    records, lines, of_whole = [], {}, {}
+    with progress(len(tasks)) as step:
+        for task in tasks:
+            step(f"{task.length:,} tokens, {task}")
+            record, gradient = _in_new_process(task)
+            if task.chunk_size is None:
+                of_whole[task.length] = gradient
+            elif task.length in of_whole:
+                record["gradient_error"] = _relative_error(gradient, of_whole[task.length])
+            records.append({**task._asdict(), "how": str(task), **record})
+            lines.setdefault(str(task), {})[task.length] = record["peak_bytes"] / 2**20
     _print(args, records)
     write_json(args.output / "long.json", "long", records)
     write_lines(args.output / "long.png", {args.mixer: lines}, "peak MiB", log_y=True)
 
 
 def _print(args: argparse.Namespace, records: list[dict[str, Any]]) -> None:
-    rows = []
-    for record in records:
-        whole = record["chunk_size"] is None
-        compared = not whole and record["length"] <= args.whole_up_to
-        rows.append(
-            (
-                f"{record['length']:,} tokens",
-                f"{record['peak_bytes'] / 2**20:,.0f}",
-                f"{record['seconds']:.1f}",
-                f"{record['length'] / record['seconds']:,.0f}",
-                f"{record['gradient_error']:.0e}" if compared else "-",
-                record["how"],
-            )
+    rows = [
+        (
+            f"{record['length']:,} tokens",
+            f"{record['peak_bytes'] / 2**20:,.0f}",
+            f"{record['seconds']:.1f}",
+            f"{record['length'] / record['seconds']:,.0f}",
+            f"{record['gradient_error']:.0e}" if "gradient_error" in record else "-",
+            record["how"],
         )
+        for record in records
+    ]
     columns = ("sequence", "peak MiB", "seconds", "tokens/s", "gradient against whole", "how")
     title = (
         f"Loss and gradient of a model of {args.num_layers} layers of {args.mixer}({args.size}), "

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._inputs import count
 from ._precision import wide
 from ._timeline import AbstractTimeline
 
@@ -28,8 +29,7 @@ class ShortConvolution(eqx.Module):
         dtype: Any = None,
         key: PRNGKeyArray,
     ):
-        if width < 1:
-            raise ValueError(f"`conv_size` expects a number of taps, 1 or more, but got {width}.")
+        width = count("`conv_size`", width)
         weight_key, bias_key = jax.random.split(key)
         bound = width**-0.5
         uniform = lambda key, shape: jax.random.uniform(key, shape, dtype, -bound, bound)

@@ -69,12 +69,13 @@ def generate(
             "`linrec.nn.generate(model, prompt, ...)` expects tokens of shape (seq,), one at "
             f"least, but got shape {prompt.shape}. For a batch of prompts, use `jax.vmap`."
         )
-    for argument, tokens in (("prompt", prompt), ("stop", stop)):
-        if tokens is not None and not jnp.issubdtype(jnp.result_type(tokens), jnp.integer):
+    for argument, number in (("prompt", prompt), ("stop", stop), ("top_k", top_k)):
+        if number is not None and not jnp.issubdtype(jnp.asarray(number).dtype, jnp.integer):
             raise TypeError(
-                f"`linrec.nn.generate(..., {argument}=...)` expects tokens, which are integers, "
-                f"but got {jnp.result_type(tokens)}."
+                f"`linrec.nn.generate(..., {argument}=...)` expects integers, but got {number}."
             )
+    if stop is not None and jnp.asarray(stop).ndim != 0:
+        raise ValueError(f"`linrec.nn.generate(..., stop=...)` expects one token, but got {stop}.")
     max_tokens = count("`linrec.nn.generate(..., max_tokens=...)`", max_tokens, least=0)
     if isinstance(temperature, int | float) and not temperature >= 0:
         raise ValueError(f"`temperature` must not be negative, but is {temperature}.")

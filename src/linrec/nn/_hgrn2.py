@@ -94,8 +94,22 @@ class HGRN2(AbstractMixer):
         # 1 - f, which is exact near 0 in this form.
         k = (1 - bound) * jax.nn.sigmoid(-logits)
         groups = self.qkv.num_heads // self.qkv.num_kv_heads
-        gk = jnp.repeat(jnp.log1p(-k), groups, axis=1)
+        gk = jnp.repeat(_log_forget(logits, bound), groups, axis=1)
         o, hidden = time.recurrent(
             jax.nn.silu(q), k.astype(q.dtype), v, state.hidden, gk=gk, softmax_scale=1.0
         )
         return self.output(o, x), RecurrentState(hidden, conv, time.end(state.position))
+
+
+def _log_forget(
+    logits: Float[Array, "seq heads key"], bound: Float[Array, ""]
+) -> Float[Array, "seq heads key"]:
+    """The logarithm of `f`, in a form that is exact near 1, and in another that is so near 0.
+
+    The form that is not taken gets 0, for its gradient to be finite.
+    """
+    positive = logits > 0
+    high, low = jnp.where(positive, logits, 0), jnp.where(positive, 0, logits)
+    near_one = jnp.log1p((bound - 1) * jax.nn.sigmoid(-high))
+    near_zero = jnp.logaddexp(jnp.log(bound), jnp.log1p(-bound) + jax.nn.log_sigmoid(low))
+    return jnp.where(positive, near_one, near_zero)

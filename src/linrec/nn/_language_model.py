@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from .._inputs import count
 from .._method.base import AbstractMethod
 from .._types import CuSeqlens
 from ._block import Block
@@ -67,11 +68,8 @@ class LanguageModel(AbstractLayer):
         - `dtype`, `init`, `key`: as in [`linrec.nn.GatedLinearAttention`][], for the MLPs and the
             head.
         """
-        if num_layers < 1:
-            raise ValueError(
-                "`LanguageModel(make_mixer, num_layers, ...)` expects 1 layer or more, but got "
-                f"{num_layers}."
-            )
+        num_layers = count("`LanguageModel(..., num_layers=...)`", num_layers)
+        vocab_size = count("`LanguageModel(..., vocab_size=...)`", vocab_size)
         embedding_key, head_key, *keys = jax.random.split(key, 2 + 2 * num_layers)
         blocks = [
             Block(
@@ -158,15 +156,16 @@ class LanguageModel(AbstractLayer):
 
         **Returns:** `(loss, state)`.
         """
-        if jnp.shape(targets) != jnp.shape(tokens):
+        targets = jnp.asarray(targets)
+        if targets.shape != jnp.shape(tokens):
             raise ValueError(
                 "`LanguageModel.loss(tokens, targets, ...)` expects a target for each token, but "
-                f"got shapes {jnp.shape(tokens)} and {jnp.shape(targets)}."
+                f"got shapes {jnp.shape(tokens)} and {targets.shape}."
             )
-        if not jnp.issubdtype(jnp.result_type(targets), jnp.integer):
+        if not jnp.issubdtype(targets.dtype, jnp.integer):
             raise TypeError(
                 "`LanguageModel.loss(tokens, targets, ...)` expects targets that are integers, but "
-                f"got {jnp.result_type(targets)}."
+                f"got {targets.dtype}."
             )
         logits, state = self(
             tokens, state, cu_seqlens=cu_seqlens, chunk_size=chunk_size, method=method

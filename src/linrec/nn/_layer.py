@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from .._inputs import check_boundaries
 from .._method.base import AbstractMethod
 from .._recurrent import choose_method
 from .._types import CuSeqlens
@@ -92,8 +93,11 @@ class AbstractLayer(eqx.Module):
 
         **Returns:** `(y, state)`: the output, one row for every token, and the state at the end.
         """
-        _check_input(self, "(x)", x, ("seq",))
-        rows = None if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        x = _check_input(self, "(x)", x, ("seq",))
+        rows = None
+        if cu_seqlens is not None:  # here, for layers without a recurrence too
+            cu_seqlens = check_boundaries(type(self).__name__, cu_seqlens, x.shape[0])
+            rows = cu_seqlens.shape[0] - 1
         state = _check_state(self, "(x, state)", state, rows)
         return choose_method(method, chunk_size).run_layer(self, x, state, cu_seqlens)
 
@@ -109,7 +113,7 @@ class AbstractLayer(eqx.Module):
 
         **Returns:** `(y, state)`: the output for this token and the state after it.
         """
-        _check_input(self, ".step(x)", x, ())
+        x = _check_input(self, ".step(x)", x, ())
         state = _check_state(self, ".step(x, state)", state, None)
         y, state = self.run(x[None], state, token_timeline())
         return y[0], state
@@ -144,13 +148,13 @@ class AbstractMixer(AbstractLayer):
         return state
 
 
-def _check_input(layer: AbstractLayer, call: str, x: Any, axes: tuple[str, ...]) -> None:
-    channels = layer.token_shape
-    if jnp.ndim(x) != len(axes + channels) or x.shape[len(axes) :] != channels:
+def _check_input(layer: AbstractLayer, call: str, x: Any, axes: tuple[str, ...]) -> Array:
+    x, channels = jnp.asarray(x), layer.token_shape
+    if x.ndim != len(axes + channels) or x.shape[len(axes) :] != channels:
         expected = ", ".join(axes + tuple(map(str, channels)))
         raise ValueError(
             f"`{type(layer).__name__}{call}` expects `x` of shape ({expected}), but it has shape "
-            f"{jnp.shape(x)}. Layers are unbatched: for a batch, use `jax.vmap`."
+            f"{x.shape}. Layers are unbatched: for a batch, use `jax.vmap`."
         )
     kind = jnp.floating if channels else jnp.integer
     if not jnp.issubdtype(x.dtype, kind):
@@ -158,6 +162,7 @@ def _check_input(layer: AbstractLayer, call: str, x: Any, axes: tuple[str, ...])
             f"`{type(layer).__name__}{call}` expects `x` of {kind.__name__} dtype, but it has "
             f"dtype {x.dtype}."
         )
+    return x
 
 
 def _check_state(layer: AbstractLayer, call: str, state: Any, rows: int | None) -> Any:

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._inputs import count
 from ._conv import ShortConvolution
 from ._linear import apply_linear, Init, make_linear
 from ._state import RecurrentState
@@ -15,12 +16,13 @@ def head_size(
     argument: str, given: int | None, channels: int, num_heads: int, *, even: bool = False
 ) -> int:
     """What was given, or else `channels` dealt out to the heads."""
+    num_heads = count("`num_heads`", num_heads)
     if given is None and channels % num_heads != 0:
         raise ValueError(
             f"{channels} channels cannot be dealt out to {num_heads} heads evenly. Pass "
             f"`{argument}`, or another number of heads."
         )
-    size = channels // num_heads if given is None else given
+    size = channels // num_heads if given is None else count(f"`{argument}`", given)
     if even and size % 2 != 0:
         raise ValueError(f"`{argument}` has to be even, for channels to rotate in pairs: {size}.")
     return size
@@ -28,6 +30,7 @@ def head_size(
 
 def count_heads(channels: int, head_size: int) -> int:
     """How many heads share `channels`, where the caller has not said it."""
+    head_size = count("the size of a head", head_size)
     if channels % head_size != 0:
         raise ValueError(
             f"{channels} channels do not make a whole number of heads of {head_size} channels. "

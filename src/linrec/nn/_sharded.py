@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
-from .._inputs import check_boundaries
 from .._method.sequence_parallel import Cut, OneShard, SequenceParallel
 from .._types import CuSeqlens
 from .._varlen import Piece
@@ -29,8 +28,6 @@ def run_sharded(
     parallel: SequenceParallel,
 ) -> tuple[Array, PyTree]:
     """`layer.run(x, state, time)` on all devices."""
-    if cu_seqlens is not None:  # here, and not on every device and in every layer
-        cu_seqlens = check_boundaries("linrec.recurrent", jnp.asarray(cu_seqlens), x.shape[0])
     cut = Cut.of(parallel, x.shape[0], cu_seqlens)
     # One sequence that does not fill its shards is like one of several that are packed.
     one = cut.ragged and cu_seqlens is None

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from .._inputs import count
 from ._layer import AbstractMixer
 from ._linear import Init
 from ._output import Output
@@ -61,11 +62,7 @@ class SlidingWindowAttention(AbstractMixer):
         - The others: as those of [`linrec.nn.GatedLinearAttention`][]; `key_size` defaults to
             `size / num_heads`.
         """
-        if window < 1:
-            raise ValueError(
-                "`SlidingWindowAttention(..., window=...)` expects 1 token or more, but got "
-                f"{window}."
-            )
+        window = count("`SlidingWindowAttention(..., window=...)`", window)
         K = head_size("key_size", key_size, size, num_heads, even=True)
         V = head_size("value_size", value_size, size, num_heads)
         qkv_key, output_key = jax.random.split(key)
