@@ -66,6 +66,15 @@ def speed(records: Records) -> Iterator[str]:
     yield from by_contestant(records, text, "ms (times as fast as `lax.scan`)")
 
 
+def scaling(records: Records) -> Iterator[str]:
+    lines, lengths = {}, dict.fromkeys(r["shape"][1] for r in records)
+    for r in records:
+        name = f"{r['contestant']}, `{r['gate']}`, {r['pass'].replace('+', ' + ')}"
+        lines.setdefault(name, {})[r["shape"][1]] = f"{r['ms'] / r['shape'][1] * 1e3:.1f}"
+    rows = [[name, *(line[T] for T in lengths)] for name, line in lines.items()]
+    yield table(["µs for each token", *(f"{T:,} tokens" for T in lengths)], rows)
+
+
 def memory(records: Records) -> Iterator[str]:
     def text(record: dict[str, Any]) -> str:
         size = record["temp_bytes"]
@@ -180,7 +189,7 @@ def _kernels_by_target(resources: Records) -> Iterator[str]:
 
 
 COMMANDS: dict[str, Callable[[Records], Iterator[str]]] = {
-    command.__name__: command for command in (speed, memory, decode, long, kernels)
+    command.__name__: command for command in (speed, scaling, memory, decode, long, kernels)
 }
 
 

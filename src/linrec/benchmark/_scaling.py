@@ -20,7 +20,7 @@ def main(args: argparse.Namespace) -> int:
     with progress(len(cases) * (2 + 2 * len(contestants))) as step:
         for case in cases:
             records += measure(case, contestants, args, step)
-    write_json(args.output / "scaling.json", "speed --scaling", records)
+    write_json(args.output / "scaling.json", "scaling", records)
 
     lines, rows, panels = {}, [], {}
     for record in records:
