@@ -1,11 +1,13 @@
 """Every mistake has an error in the caller's words."""
 
 import re
+from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 
 import linrec
 
@@ -86,7 +88,14 @@ MISTAKES = {
         "method=...)` expects one of `linrec.Auto()`, `linrec.Scan()`",
     ),
     "class as method": ({"method": linrec.Chunked}, "Did you mean `linrec.Chunked()`?"),
+    "no query": ({"query": None}, "query=...)` expects an array, but got None"),
+    "reverse": ({"reverse": "no"}, "reverse=...)` expects True or False, but got 'no'"),
 }
+
+
+def _parallel(method):
+    mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Auto,))
+    return linrec.SequenceParallel(method, mesh, "seq")
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -95,7 +104,7 @@ def test_mistakes(mistake):
     arguments = {"query": Q, "key": KV, "value": KV} | wrong
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         linrec.recurrent(**arguments)
-    static = {name: x for name, x in wrong.items() if name in ("chunk_size", "method")}
+    static = {name: x for name, x in wrong.items() if name in ("chunk_size", "method", "reverse")}
     traced = {name: x for name, x in arguments.items() if name not in static}
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         jax.jit(lambda x: linrec.recurrent(**x, **static))(traced)
@@ -122,13 +131,24 @@ def test_block(block):
         linrec.Chunked(block)
 
 
-@pytest.mark.parametrize(("layer", "layers"), [(3, 3), (-1, 4)])
-def test_lightning_layer(layer, layers):
-    with pytest.raises(ValueError, match="expects a layer counted from 0"):
+@pytest.mark.parametrize("wrap", [partial(linrec.Segmented, 4), _parallel])
+def test_inner_method(wrap):
+    with pytest.raises(ValueError, match=re.escape("Did you mean `linrec.Chunked()`?")):
+        wrap(linrec.Chunked)
+
+
+@pytest.mark.parametrize(
+    ("layer", "layers", "message"),
+    [(3, 3, "a layer counted from 0"), (-1, 4, "0 or more"), (0.5, 4, "an integer")],
+)
+def test_lightning_layer(layer, layers, message):
+    with pytest.raises(ValueError, match=f"expects {message}"):
         linrec.lightning_attn(Q, KV, KV, layer, layers)
 
 
 def test_step():
+    with pytest.raises(ValueError, match=re.escape("`linrec.step(..., state=...)` expects an")):
+        linrec.step(None, Q[0, 0], KV[0, 0], KV[0, 0])
     with pytest.raises(ValueError, match=re.escape("`linrec.step(..., query=...)` expects one")):
         linrec.step(jnp.ones((4, 8, 8)), Q, KV, KV)
     message = "gk=...)` expects shape (4, 8), one gate per key channel, but has shape (2, 8)"

@@ -118,6 +118,17 @@ def test_second_order(method, packing):
     assert_same(transformed, method)
 
 
+@pytest.mark.parametrize("method", ["chunked-16", "segmented"])
+def test_third_order(method):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((30, 1, 2)), jnp.float32)
+
+    def transformed(m):
+        f = lambda s: jnp.sum(linrec.recurrent(x * s, x, x, method=m)[0] ** 2)
+        return jax.jit(jax.grad(jax.grad(jax.grad(f))))(jnp.float32(0.1))
+
+    assert_same(transformed, method)
+
+
 def test_forward_mode_of_scan():
     """Along a direction, the derivative is the gradient times the direction."""
     f = partial(loss, linrec.Scan())

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int
 
@@ -120,6 +121,8 @@ def canonicalise(
         raise error(f"`{name}(..., {argument}=...)` {problem}")
 
     def as_float(argument: str, x: Any) -> Array:
+        if x is None:
+            fail(argument, "expects an array, but got None.")
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             fail(
@@ -135,6 +138,10 @@ def canonicalise(
             expected = " or ".join(str(shape) for shape in dict.fromkeys(shapes))
             fail(argument, f"expects shape {expected}, {meaning}, but has shape {x.shape}.")
 
+    if isinstance(reverse, Tracer):
+        fail("reverse", f"shapes the program: it cannot be traced, but is {reverse}.")
+    if not isinstance(reverse, bool | np.bool_):
+        fail("reverse", f"expects True or False, but got {reverse!r}.")
     query, key, value = (
         as_float(argument, x) for argument, x in (("query", query), ("key", key), ("value", value))
     )
@@ -213,7 +220,7 @@ def canonicalise(
     scale = jnp.broadcast_to(scale, (B,))
 
     state_shape = (N, H, K, V) if packed else (B, H, K, V) if batched else (H, K, V)
-    if initial_state is None:
+    if initial_state is None and not one_token:
         initial_state = jnp.zeros((B, N, H, K, V), compute_dtype)
     else:
         initial_state = as_float(state_argument, initial_state)

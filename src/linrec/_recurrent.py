@@ -3,9 +3,9 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._inputs import canonicalise
+from ._inputs import canonicalise, count
 from ._method.auto import Auto
-from ._method.base import AbstractMethod
+from ._method.base import AbstractMethod, expect_method
 from ._transform import reverse_mode_only
 from ._types import (
     CuSeqlens,
@@ -195,7 +195,9 @@ def lightning_attn(
 
 def lightning_decay(heads: int, layer_idx: int, num_layers: int) -> Float[Array, " heads"]:
     """The log-decays of [`linrec.lightning_attn`][]."""
-    if not 0 <= layer_idx < num_layers:
+    layer_idx = count("`linrec.lightning_attn(..., layer_idx=...)`", layer_idx, least=0)
+    num_layers = count("`linrec.lightning_attn(..., num_layers=...)`", num_layers)
+    if layer_idx >= num_layers:
         raise ValueError(
             "`linrec.lightning_attn(..., layer_idx=..., num_layers=...)` expects a layer counted "
             f"from 0 below `num_layers`, but got {layer_idx} of {num_layers}."
@@ -207,11 +209,5 @@ def choose_method(method: Any, chunk_size: Any) -> AbstractMethod:
     """What the arguments of these names ask for."""
     if method is None:
         method = Auto()
-    if not isinstance(method, AbstractMethod):
-        hint = f" Did you mean `linrec.{method.__name__}()`?" if isinstance(method, type) else ""
-        raise ValueError(
-            "`linrec.recurrent(..., method=...)` expects one of `linrec.Auto()`, `linrec.Scan()`, "
-            "`linrec.Chunked()`, `linrec.Triton()`, `linrec.Segmented(...)`, "
-            f"`linrec.SequenceParallel(...)`, but got {method!r}.{hint}"
-        )
+    expect_method("linrec.recurrent(..., method=...)", method)
     return method if chunk_size is None else method.in_pieces(chunk_size)

@@ -50,8 +50,8 @@ def fold_vmap(function, differentiable=None):
     def call_with_vjp(rows, shared):
         return call(rows, shared)
 
-    def forward(rows, shared):
-        return call(rows, shared), (rows, shared)
+    def forward(rows, shared):  # which is itself differentiated, from the third order on
+        return call_with_vjp(rows, shared), (rows, shared)
 
     def backward(residuals, cotangents):
         rows, shared = residuals

@@ -8,6 +8,16 @@ from .._inputs import Inputs
 from .._types import CuSeqlens
 
 
+def expect_method(argument: str, method: Any) -> None:
+    if not isinstance(method, AbstractMethod):
+        hint = f" Did you mean `linrec.{method.__name__}()`?" if isinstance(method, type) else ""
+        raise ValueError(
+            f"`{argument}` expects one of `linrec.Auto()`, `linrec.Scan()`, `linrec.Chunked()`, "
+            "`linrec.Triton()`, `linrec.Segmented(...)`, `linrec.SequenceParallel(...)`, but got "
+            f"{method!r}.{hint}"
+        )
+
+
 class AbstractMethod(eqx.Module):
     """A way to run the recurrence. Small, immutable, carries its own options."""
 

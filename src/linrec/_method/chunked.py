@@ -26,6 +26,8 @@ _MOST_NUMBERS = 2**17
 class Chunked(AbstractMethod):
     """Matrix products inside chunks of `block` tokens, a state from each chunk to the next.
 
+    `block` is a power of two.
+
     Runs wherever XLA does. The states between chunks are the only ones that are kept for the
     backward pass. Gates of any size are exact: chunks whose per-channel gates are too strong for
     the fast form take a slower one, which is decided at run time.

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Int
 from .._inputs import count, Inputs, Tokens
 from .._varlen import Piece, plan_pieces, Windows
 from .auto import Auto
-from .base import AbstractMethod
+from .base import AbstractMethod, expect_method
 
 
 class Segmented(AbstractMethod):
@@ -28,6 +28,9 @@ class Segmented(AbstractMethod):
 
     chunk_size: int = eqx.field(static=True, converter=partial(count, "`chunk_size`"))
     method: AbstractMethod = Auto()
+
+    def __check_init__(self):
+        expect_method("linrec.Segmented(chunk_size, method)", self.method)
 
     def unsupported(self, inputs: Inputs) -> str | None:
         return self.method.unsupported(inputs)

@@ -16,7 +16,7 @@ from .._types import CuSeqlens
 from .._varlen import Piece
 from ._crossing import add_incoming, as_map
 from ._exchange import incoming, Ring
-from .base import AbstractMethod
+from .base import AbstractMethod, expect_method
 
 
 MeshAxes: TypeAlias = str | tuple[str, ...] | None
@@ -78,6 +78,7 @@ class SequenceParallel(AbstractMethod):
     overlap: bool | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
+        expect_method("linrec.SequenceParallel(method, ...)", self.method)
         for argument in ("axis", "batch_axis", "head_axis"):
             names = _names(getattr(self, argument))
             if not set(names) <= set(self.mesh.axis_names):
