@@ -66,9 +66,6 @@ class Effect(eqx.Module):
     decay_value: Float[Array, "*chunks heads 1 value"] | None
     precision: jax.lax.Precision = eqx.field(static=True)
 
-    def chunk(self, c: int) -> "Effect":
-        return jax.tree.map(lambda x: x[:, c], self)
-
     def read(self, h: Float[Array, "*chunks heads key value"]) -> Array:
         """The output, from the states before the chunks."""
         past = product("ik,kv->iv", self.precision, self.q, h)
