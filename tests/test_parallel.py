@@ -103,7 +103,7 @@ def test_growth_of_nothing(overlap):
     arguments["gk"] = arguments["gk"].at[..., 0].set(2.0)
     arguments["key"] = arguments["key"].at[..., 0].set(0.0)
     arguments["initial_state"] = arguments["initial_state"].at[..., 0, :].set(0.0)
-    run = lambda method: linrec.recurrent(**arguments, method=method)
+    run = lambda method: jax.jit(lambda x: linrec.recurrent(**x, method=method))(arguments)
     methods = parallel(2, overlap=overlap), linrec.Scan()
     actual, expected = (dict(enumerate(run(method))) for method in methods)
     assert_close(actual, expected, "float32", {})
