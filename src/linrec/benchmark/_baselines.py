@@ -4,10 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from ._floor import CHUNK
 from ._programs import Inputs
-
-
-CHUNK = 64
 
 
 def plain_scan(inputs: Inputs) -> Array:
@@ -91,25 +89,6 @@ def chunk_scan(inputs: Inputs) -> Array:
     _, o = jax.lax.scan(body, jnp.zeros((B, H, K, v.shape[-1]), q.dtype), xs)
     value = inputs["value"]
     return o.transpose(1, 0, 3, 2, 4).reshape(value.shape).astype(value.dtype)
-
-
-def products(inputs: Inputs) -> Array:
-    """The matrix products of the chunk form with nothing around them: no gates, no mask, and the
-    inputs taken as if they lay in memory the way products want them.
-    """
-    q, k, v = _wide(inputs)
-    B, T, H, K = q.shape
-
-    @jax.checkpoint
-    def body(h, chunk):
-        q, k, v = chunk
-        scores = _dot("rik,rjk->rij", q, k)
-        o = _dot("rij,rjv->riv", scores, v) + _dot("rik,rkv->riv", q, h)
-        return h + _dot("rjk,rjv->rkv", k, v), o
-
-    xs = [x.reshape(T // CHUNK, B * H, CHUNK, -1) for x in (q, k, v)]
-    _, o = jax.lax.scan(body, jnp.zeros((B * H, K, v.shape[-1]), q.dtype), xs)
-    return o.reshape(v.shape).astype(inputs["value"].dtype)
 
 
 def _wide(inputs: Inputs) -> tuple[Array, Array, Array]:

@@ -9,8 +9,9 @@ from jaxtyping import Array
 
 import linrec
 
-from ._baselines import CHUNK, chunk_scan, plain_scan, products
+from ._baselines import chunk_scan, plain_scan
 from ._cases import Case
+from ._floor import CHUNK, products
 from ._programs import compile_jax, Inputs, Program
 
 
@@ -38,7 +39,7 @@ CHUNK_SCAN = Contestant(
     chunk_scan,
     lambda case: f"wants a multiple of {CHUNK} tokens" if case.length % CHUNK else None,
 )
-# No answer, but what the chunk form costs at least, chunk by chunk.
+# No answer, but what the chunk form costs at least.
 PRODUCTS = Contestant("products alone", products, CHUNK_SCAN.unsupported, same_maths=False)
 
 
