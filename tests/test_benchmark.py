@@ -46,12 +46,12 @@ def test_memory(tmp_path, capsys):
         (r["pass"], r["contestant"]): r["temp_bytes"] for r in read(tmp_path / "memory.json")
     }
     assert temp_bytes["forward+backward", "lax.scan"] > temp_bytes["forward", "lax.scan"] > 0
-    growth = read(tmp_path / "memory-growth.json")
+    growth = read(tmp_path / "growth.json")
     assert [r["shape"][1] for r in growth] == [64, 128]
     assert [r["state_bytes"] for r in growth] == [2 * 4 * 2 * 4, 4 * 4 * 2 * 4]
     assert "linrec scan" in capsys.readouterr().out
     assert (tmp_path / "memory.png").exists()
-    assert (tmp_path / "memory-growth.png").exists()
+    assert (tmp_path / "growth.png").exists()
 
 
 @cache

@@ -83,6 +83,19 @@ def memory(records: Records) -> Iterator[str]:
     yield from by_contestant(records, text, "MiB")
 
 
+def growth(records: Records) -> Iterator[str]:
+    lines, lengths = {}, dict.fromkeys(r["shape"][1] for r in records)
+    for r in records:
+        T, pieces = r["shape"][1], f"`chunk_size={r['chunk_size']}`"
+        sizes = {"whole": r["temp_bytes"], pieces: r["temp_bytes_in_pieces"]}
+        sizes[f"{pieces}, its states aside"] = r["temp_bytes_in_pieces"] - r["state_bytes"]
+        for name, size in sizes.items():
+            line = lines.setdefault(f"`{r['gate']}`, {name}", {})
+            line[T] = f"{size / MIB:,.1f}"
+    rows = [[name, *(line[T] for T in lengths)] for name, line in lines.items()]
+    yield table(["MiB", *(f"{T:,} tokens" for T in lengths)], rows)
+
+
 def decode(records: Records) -> Iterator[str]:
     rows = [
         [
@@ -189,7 +202,7 @@ def _kernels_by_target(resources: Records) -> Iterator[str]:
 
 
 COMMANDS: dict[str, Callable[[Records], Iterator[str]]] = {
-    command.__name__: command for command in (speed, scaling, memory, decode, long, kernels)
+    command.__name__: command for command in (speed, scaling, memory, growth, decode, long, kernels)
 }
 
 
@@ -197,7 +210,7 @@ def results(command: str) -> str:
     parts = []
     for path in sorted(HERE.glob(f"{command}*.json")):
         document = json.loads(path.read_text())
-        if document["command"] != command or path.stem.endswith("-growth"):
+        if document["command"] != command:
             continue
         parts += COMMANDS[command](document["records"])
         arguments = re.sub(r" --output \S+", "", document["arguments"])

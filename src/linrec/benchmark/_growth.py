@@ -33,8 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    records, panels = [], {}
     lengths = sorted(args.lengths)
+    if not lengths:
+        return
+    records, panels = [], {}
     with progress(len(cases(args)) * len(lengths)) as step:
         for case in cases(args):
             grown = []
@@ -51,9 +53,8 @@ def main(args: argparse.Namespace) -> None:
                 )
             }
             records += grown
-    if records:
-        write_json(args.output / "memory-growth.json", "memory", records)
-        write_lines(args.output / "memory-growth.png", panels, "temporary MiB", log_y=True)
+    write_json(args.output / "growth.json", "growth", records)
+    write_lines(args.output / "growth.png", panels, "temporary MiB", log_y=True)
 
 
 def _measure(case: Case, T: int, method: str, chunk_size: int) -> dict[str, Any]:
@@ -80,6 +81,6 @@ def _print(case: Case, records: list[dict[str, Any]]) -> None:
         sizes = (record["temp_bytes"], record["temp_bytes_in_pieces"], record["state_bytes"], rest)
         rows.append([str(T), *(f"{size / MIB:.1f}" for size in sizes), per_token])
         previous = (T, rest)
-    pieces = f"chunk_size={records[0]['chunk_size']}" if records else ""
+    pieces = f"chunk_size={records[0]['chunk_size']}"
     columns = ["tokens", "whole MiB", f"{pieces} MiB", "its states", "the rest", "bytes per token"]
     print_table(f"{case}: forward+backward, temporary memory", columns, rows)
