@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from linrec.benchmark import speed
+from linrec.benchmark import __main__, decode, speed
 from linrec.benchmark.__main__ import main
 from linrec.benchmark._cases import Case
 from linrec.benchmark._check import Problem
@@ -131,9 +131,15 @@ def test_unknown_names():
         main(["all", "--nonesuch"])
 
 
-def test_missing_extra(monkeypatch):
-    from linrec.benchmark import __main__
+def test_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(__main__, "_command_names", lambda: ["decode", "speed"])
+    monkeypatch.setattr(decode, "main", int)  # which fails; the other runs all the same
+    options = [*TINY, "--repeats", "1", "--rounds", "1", "--output", str(tmp_path)]
+    assert main(["all", *options]) == 1
+    assert {r["gate"] for r in read(tmp_path / "speed.json")} == {"gk"}
 
+
+def test_missing_extra(monkeypatch):
     monkeypatch.setattr(__main__, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r'pip install "linrec\[benchmark\]"'):
         main(["speed"])

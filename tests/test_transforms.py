@@ -72,6 +72,14 @@ def test_nested_vmap():
     assert_same(lambda m: jax.jit(jax.vmap(jax.vmap(gradient(m))))(*rows), "chunked-16")
 
 
+@pytest.mark.parametrize("method", FAST_METHODS)
+def test_vmap_of_nothing(method):
+    none = [x[:0] for x in stacked()]
+    for gradient_of, x in zip(jax.vmap(gradient(METHODS[method]))(*none), none, strict=True):
+        assert gradient_of.shape == x.shape
+        assert gradient_of.dtype == x.dtype
+
+
 def test_vmap_of_packings():
     case = CASE._replace(packing=(0, 10, 10, 30))
     packings = jnp.array([[0, 10, 10, 30], [0, 0, 37, 37], [0, 1, 2, 3]])

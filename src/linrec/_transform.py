@@ -29,6 +29,8 @@ def fold_vmap(function, differentiable=None):
 
     @call.def_vmap
     def rule(size, is_mapped, rows, shared):
+        if size == 0:
+            return _of_nothing(call, is_mapped, (rows, shared))
         rows = jax.tree.map(
             lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape)),
             rows,
@@ -65,6 +67,16 @@ def fold_vmap(function, differentiable=None):
 
     call_with_vjp.defvjp(forward, backward)
     return call_with_vjp
+
+
+def _of_nothing(function, is_mapped, args):
+    """A vmap rule for no calls at all."""
+    one = jax.tree.map(
+        lambda x, mapped: jax.ShapeDtypeStruct(x.shape[mapped:], x.dtype), args, tuple(is_mapped)
+    )
+    out = jax.eval_shape(function, *one)
+    out = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), out)
+    return out, jax.tree.map(lambda _: True, out)
 
 
 def _by_device(function):

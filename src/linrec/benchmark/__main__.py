@@ -9,7 +9,9 @@ import importlib
 import multiprocessing
 import pkgutil
 import sys
+import traceback
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -34,23 +36,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         return commands[args.command][1].main(args) or 0
     parsed = {name: subparser.parse_known_args(rest) for name, (subparser, _) in commands.items()}
-    unknown = set.intersection(*(set(unused) for _, unused in parsed.values()))
+    unused = ({x for x in unused if x.startswith("-")} for _, unused in parsed.values())
+    unknown = set.intersection(*unused)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(sorted(unknown))}")
-    return max(_run_apart(name, args) for name, (args, _) in parsed.items())
+    return max(_run_apart(commands[name][1], args) for name, (args, _) in parsed.items())
 
 
-def _run_apart(name: str, args: argparse.Namespace) -> int:
+def _run_apart(module: ModuleType, args: argparse.Namespace) -> int:
     """In a process of its own: flags are read, and memory is counted, once in a process."""
-    print(f"\n{name}", flush=True)
-    process = multiprocessing.get_context("spawn").Process(target=_run, args=(name, args))
-    process.start()
-    process.join()
-    return int(process.exitcode != 0)
-
-
-def _run(name: str, args: argparse.Namespace) -> None:
-    sys.exit(importlib.import_module(f"linrec.benchmark.{name}").main(args))
+    print(f"\n{module.__name__}", flush=True)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        run = pool.submit(module.main, args)
+    if error := run.exception():  # the others are run all the same
+        traceback.print_exception(error)
+        return 1
+    return run.result() or 0
 
 
 def _package() -> ModuleType:
