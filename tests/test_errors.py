@@ -53,6 +53,7 @@ MISTAKES = {
         {"softmax_scale": jnp.ones((4,))},
         "softmax_scale=...)` expects shape (), a number",
     ),
+    "scale in words": ({"softmax_scale": "one"}, "softmax_scale=...)` expects an array, but got"),
     "initial_state": (
         {"initial_state": jnp.ones((2, 4, 8, 7))},
         "initial_state=...)` expects shape (2, 4, 8, 8), one state per row",
@@ -104,7 +105,7 @@ def test_mistakes(mistake):
     arguments = {"query": Q, "key": KV, "value": KV} | wrong
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         linrec.recurrent(**arguments)
-    static = {name: x for name, x in wrong.items() if name in ("chunk_size", "method", "reverse")}
+    static = {name: x for name, x in wrong.items() if not eqx.is_array(x)}
     traced = {name: x for name, x in arguments.items() if name not in static}
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         jax.jit(lambda x: linrec.recurrent(**x, **static))(traced)
@@ -125,9 +126,12 @@ def test_values_of_cu_seqlens(boundaries, message, jit):
         (eqx.filter_jit(f) if jit else f)(jnp.array(boundaries))
 
 
-@pytest.mark.parametrize("block", [0, -4, 48, 2.0])
-def test_block(block):
-    with pytest.raises(ValueError, match="expects a power of two"):
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [(0, "1 or more"), (48, "a power of two"), (2.0, "an integer"), ("64", "an integer")],
+)
+def test_block(block, expected):
+    with pytest.raises(ValueError, match=rf"linrec.Chunked\(block=...\)` expects {expected}"):
         linrec.Chunked(block)
 
 

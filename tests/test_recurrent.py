@@ -57,6 +57,15 @@ def test_strong_gates_of_few_tokens(gates):
         check(Case(gates, strength=strength, B=1, T=T), METHODS["auto"])
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_first_token_decays_nothing(method):
+    q = jax.random.normal(jax.random.key(0), (1, 2, 5), jnp.float32)
+    run = functools.partial(linrec.recurrent, q, q, q, method=METHODS[method])
+    loss = lambda gk, gv: jnp.sum(run(gk=gk, gv=gv)[0])
+    for gradient in jax.grad(loss, (0, 1))(-q, -q):
+        assert not gradient.any()
+
+
 @pytest.mark.parametrize("T", [1, 2, 15, 63, 64, 65, 130, 1000])
 def test_lengths(T):
     check(Case("gk", B=1, T=T, H=1, Hkv=1, K=3, V=7), METHODS["auto"])

@@ -192,6 +192,16 @@ def test_export():
         assert relative_error(a, e) < 1e-5
 
 
+@pytest.mark.usefixtures("no_type_checks")  # they know numbers only
+def test_export_of_any_batch():
+    f = jax.jit(lambda q: linrec.recurrent(q, q, q, gk=-q))
+    (batch,) = jax.export.symbolic_shape("batch")
+    q = jax.random.uniform(jax.random.key(0), (3, 20, 2, 5), jnp.float32)
+    exported = jax.export.export(f)(jax.ShapeDtypeStruct((batch, *q.shape[1:]), q.dtype))
+    for actual, expected in zip(exported.call(q), f(q), strict=True):
+        assert relative_error(actual, expected) < 1e-6
+
+
 def test_export_of_packed():
     """The check of boundaries that are traced is a host callback: it is switched off to export."""
     program = """

@@ -4,9 +4,10 @@
 batched, with a state, with at most one gate of each kind.
 """
 
+import numbers
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import equinox as eqx
 import jax
@@ -117,13 +118,18 @@ def canonicalise(
     With `one_token` the arrays have no `seq` axis.
     """
 
-    def fail(argument: str, problem: str, error: Callable[[str], Exception] = ValueError):
+    def fail(
+        argument: str, problem: str, error: Callable[[str], Exception] = ValueError
+    ) -> NoReturn:
         raise error(f"`{name}(..., {argument}=...)` {problem}")
 
     def as_float(argument: str, x: Any) -> Array:
         if x is None:
             fail(argument, "expects an array, but got None.")
-        x = jnp.asarray(x)
+        try:
+            x = jnp.asarray(x)
+        except TypeError:
+            fail(argument, f"expects an array, but got {x!r}.", TypeError)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             fail(
                 argument,
@@ -212,7 +218,7 @@ def canonicalise(
 
     if softmax_scale is None:
         softmax_scale = K**-0.5 if K else 1.0
-    if isinstance(softmax_scale, int | float):
+    if isinstance(softmax_scale, numbers.Real) and not isinstance(softmax_scale, bool):
         scale = jnp.asarray(softmax_scale, compute_dtype)
     else:
         scale = as_float("softmax_scale", softmax_scale).astype(compute_dtype)

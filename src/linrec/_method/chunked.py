@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._inputs import Inputs
+from .._inputs import count, Inputs
 from .._transform import fold_vmap
 from .._varlen import Parts, plan_parts, Windows
 from ._chunk import Chunks, Effect, effect, in_small_blocks
@@ -35,10 +35,12 @@ class Chunked(AbstractMethod):
     Has reverse-mode derivatives of every order. For forward mode use [`linrec.Scan`][].
     """
 
-    block: int = eqx.field(static=True, default=64)
+    block: int = eqx.field(
+        static=True, default=64, converter=partial(count, "`linrec.Chunked(block=...)`")
+    )
 
     def __check_init__(self):
-        if not isinstance(self.block, int) or self.block < 1 or self.block & (self.block - 1):
+        if self.block & (self.block - 1):
             raise ValueError(
                 f"`linrec.Chunked(block=...)` expects a power of two, but got {self.block}."
             )
@@ -181,10 +183,10 @@ class _Walk(NamedTuple):
 
     @staticmethod
     def plan(block: int, rows: Inputs, cu_seqlens) -> "_Walk":
-        _, T, H, _ = rows.q.shape
+        B, T, H, _ = rows.q.shape
         size = min(block, 1 << (T.bit_length() - 1))
         chunks = 1
-        if cu_seqlens is None:
+        if cu_seqlens is None and isinstance(B, int):  # not so in `jax.export` of any batch
             state = math.prod(rows.initial_state.shape)
             most = max(1, min(_MOST_CHUNKS, _MOST_NUMBERS // state, T // size))
             parts = -(-T // (size * most))
@@ -258,9 +260,11 @@ class _Walk(NamedTuple):
         )
 
     def choose(self, chunks: Chunks, ordinary, extreme, *operands):
-        """Without gates per channel all gates are ordinary."""
+        """Without gates per channel all gates are ordinary; one token has nothing to factorise."""
         if chunks.gk is None and chunks.gv is None:
             return ordinary(chunks, *operands)
+        if self.windows.size == 1:
+            return extreme(chunks, *operands)
         return jax.lax.cond(chunks.is_ordinary(), ordinary, extreme, chunks, *operands)
 
 

@@ -103,10 +103,17 @@ def _jax_triton() -> Any:
 
     def refuse(ctx: Any, *args: Any, **kwargs: Any):
         del args, kwargs
-        platforms = " and ".join(ctx.module_context.platforms)
-        raise NotImplementedError(
+        platforms = ctx.module_context.platforms
+        lowered = (
             f"`linrec.Triton` runs on CUDA and ROCm GPUs, but this program is lowered for "
-            f"{platforms}. Use `linrec.Auto()`, the default, which takes `linrec.Chunked()` there; "
+            f"{' and '.join(platforms)}. "
+        )
+        if len(platforms) > 1:
+            raise NotImplementedError(
+                f"{lowered}Lower for one platform at a time, or use `linrec.Chunked()` on all."
+            )
+        raise NotImplementedError(
+            f"{lowered}Use `linrec.Auto()`, the default, which takes `linrec.Chunked()` there; "
             "or lower for a GPU: "
             "`jax.jit(f).trace(*args).lower(lowering_platforms=('cuda',))`."
         )
