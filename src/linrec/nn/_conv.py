@@ -12,7 +12,7 @@ from ._timeline import AbstractTimeline
 class ShortConvolution(eqx.Module):
     r"""A causal convolution of each channel with its own few taps, then SiLU.
 
-    $$y_t = \operatorname{silu}\Big(b + \sum_{i=0}^{W-1} w_i\, x_{t-W+1+i}\Big)$$
+    $$y_t = \operatorname{silu}\big(b + \sum\nolimits_{i < W} w_i\, x_{t-W+1+i}\big)$$
 
     Its last `width - 1` inputs are the history that the state keeps.
     """

@@ -21,10 +21,11 @@ class HGRN2(AbstractMixer):
     Keys are tied to the gate: a channel takes in as much as it forgets.
 
     $$f_t = \lambda + (1 - \lambda)\, \sigma(W_f x_t), \qquad
-    h_t = \operatorname{diag}(f_t) h_{t-1} + (1 - f_t) v_t^\top, \qquad
-    y_t = W_o \operatorname{RMSNorm}(q_t^\top h_t)$$
+    h_t = \operatorname{diag}(f_t) h_{t-1} + (1 - f_t) v_t^\top$$
 
-    with $q_t = \operatorname{silu}(W_q x_t)$ and the norm of all heads together. The lower bound
+    $$y_t = W_o \operatorname{RMSNorm}(q_t^\top h_t), \qquad q_t = \operatorname{silu}(W_q x_t)$$
+
+    with the norm of all heads together. The lower bound
     $\lambda$ grows with depth, so that later layers remember for longer.
     """
 

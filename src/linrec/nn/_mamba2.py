@@ -22,11 +22,12 @@ class Mamba2(AbstractMixer):
     $x, B, C$. With $\Delta = \operatorname{softplus}(\Delta + b)$ and $A = -e^{A_\text{log}}$, one
     of each for every head:
 
-    $$h_t = e^{\Delta_t A} h_{t-1} + B_t (\Delta_t x_t)^\top, \qquad o_t = C_t^\top h_t + D x_t,
-    \qquad y_t = W_o \operatorname{RMSNorm}\big(o_t \odot \operatorname{silu}(z_t)\big)$$
+    $$h_t = e^{\Delta_t A} h_{t-1} + B_t (\Delta_t x_t)^\top, \qquad o_t = C_t^\top h_t + D x_t$$
 
-    In the words of [`linrec.recurrent`][]: the query is $C$, the key $B$, the value $\Delta x$ and
-    the gate `g` $\Delta A$.
+    $$y_t = W_o \operatorname{RMSNorm}\big(o_t \odot \operatorname{silu}(z_t)\big)$$
+
+    In the words of [`linrec.recurrent`][]: $C$ is the query, $B$ the key, $\Delta x$ the value and
+    $\Delta A$ the gate `g`.
     """
 
     project: eqx.nn.Linear

@@ -16,8 +16,9 @@ from ._timeline import AbstractTimeline
 class SimpleGatedLinearAttention(AbstractMixer):
     r"""Linear attention with one gate per head and token, as in Mamba-2 and the mLSTM.
 
-    $$\alpha_t = \sigma(W_\alpha x_t + b)^{1/\tau}, \qquad h_t = \alpha_t h_{t-1} + k_t v_t^\top,
-    \qquad y_t = W_o \big(\operatorname{swish}(W_r x_t) \odot
+    $$\alpha_t = \sigma(W_\alpha x_t + b)^{1/\tau}, \qquad h_t = \alpha_t h_{t-1} + k_t v_t^\top$$
+
+    $$y_t = W_o \big(\operatorname{swish}(W_r x_t) \odot
     \operatorname{RMSNorm}(K^{-1/2} q_t^\top h_t)\big)$$
 
     Cheaper than [`linrec.nn.GatedLinearAttention`][], whose gates are one per key channel.

@@ -27,7 +27,7 @@ class WindowState(eqx.Module):
 class SlidingWindowAttention(AbstractMixer):
     r"""Softmax attention to the last `window` tokens, with rotary position embedding.
 
-    $$o_t = \sum_{s = t - W + 1}^{t} \operatorname{softmax}_s(K^{-1/2} q_t^\top k_s)\, v_s$$
+    $$o_t = \sum\nolimits_{t - W < s \le t} \operatorname{softmax}_s(K^{-1/2} q_t^\top k_s)\, v_s$$
 
     It takes the place of a recurrent layer every now and then in hybrid models. Time and memory
     are linear in the length of the sequence.
