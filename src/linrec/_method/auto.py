@@ -29,7 +29,10 @@ class Auto(AbstractMethod):
     """
 
     def select(self, inputs: Inputs, platform: str | None = None) -> AbstractMethod:
-        """The method for `inputs` on `platform`, by default that of `jax.default_backend()`."""
+        """The method for `inputs`, which are as in [`linrec.AbstractMethod`][].
+
+        `platform` defaults to that of `jax.default_backend()`.
+        """
         platform = platform or jax.default_backend()
         has_kernels = platform in ("gpu", "cuda", "rocm") and _kernels_can_be_imported()
         if has_kernels and Triton().unsupported(inputs) is None:

@@ -19,7 +19,10 @@ def expect_method(argument: str, method: Any) -> None:
 
 
 class AbstractMethod(eqx.Module):
-    """A way to run the recurrence. Small, immutable, carries its own options."""
+    """A way to run the recurrence. Small, immutable, carries its own options.
+
+    To write one, subclass it and define `__call__`.
+    """
 
     @property
     def has_forward_mode(self) -> bool:
@@ -34,11 +37,26 @@ class AbstractMethod(eqx.Module):
     ]:
         """Runs the recurrence on inputs in canonical form.
 
-        **Returns:** the output, in the value's dtype, and the final states, in the state's dtype.
+        **Arguments:** `inputs`, a module with the arguments of [`linrec.recurrent`][], checked,
+        batched and with their defaults filled in. A row of the batch holds `num_seqs` sequences:
+        one without `cu_seqlens`, else those packed along `seq`.
+
+        - `q`, `k`, `v`: as `query`, `key` and `value`.
+        - `g`, `gk`, `gv`: `(batch, seq, heads)`, `(batch, seq, heads, key)` and
+            `(batch, seq, heads, value)`, or `None`. A `g` per key channel has become a part of
+            `gk`.
+        - `g_gamma`: `(batch, num_seqs, heads)`, or `None`.
+        - `scale`: `(batch,)`.
+        - `initial_state`: `(batch, num_seqs, heads, key, value)`, float32 or float64.
+        - `cu_seqlens`: `(num_seqs + 1,)` boundaries, or `None`.
+        - `reverse`: `True` or `False`.
+
+        **Returns:** the output, `(batch, seq, heads, value)` in the dtype of `v`, and the final
+        states, of the shape and dtype of `initial_state`.
         """
 
     def unsupported(self, inputs: Inputs) -> str | None:
-        """Why this method cannot run `inputs`, or `None` if it can."""
+        """Why this method cannot run `inputs`, as in `__call__`, or `None` if it can."""
         del inputs
         return None
 

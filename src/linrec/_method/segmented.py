@@ -24,6 +24,11 @@ class Segmented(AbstractMethod):
     `linrec.recurrent(..., method=linrec.Segmented(n, m))`.
 
     Has reverse-mode derivatives of every order. For forward mode use [`linrec.Scan`][].
+
+    **Arguments:**
+
+    - `chunk_size`: tokens of a piece. The last piece may be shorter.
+    - `method`: runs the pieces. Defaults to [`linrec.Auto`][].
     """
 
     chunk_size: int = eqx.field(static=True, converter=partial(count, "`chunk_size`"))

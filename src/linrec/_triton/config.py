@@ -31,19 +31,29 @@ class KernelConfig:
     """Block sizes and warps of the kernels.
 
     Block sizes are powers of two, 16 or more. Those larger than a problem are cut down to its size.
+
+    **Arguments:**
+
+    - `chunk`: tokens that are worked on at once. One state is kept for each chunk. Defaults to 64.
+    - `walk`: of the walk over the chunks, a named tuple `(key, value, warps, stages)`: the tile of
+        the state that a program carries. Defaults to `(64, 64, 4, 2)`.
+    - `output`, `d_key`, `d_value`: inside a chunk, for the output, for the gradients of query, key
+        and their gates, and for those of the value and its gates, named tuples `(inner, outer,
+        warps, stages)`: channels that are summed over at once, and channels that a program writes.
+        Default to `(64, 128, 8, 2)`.
+    - `decode_value`: value channels of the state that a program of the decoding kernel carries.
+        Defaults to 32.
+
+    `linrec.KernelConfig(walk=linrec.KernelConfig.walk._replace(warps=8))` changes one number of a
+    named tuple.
     """
 
     chunk: int = 64
-    """Tokens that are worked on at once. One state is kept for each chunk."""
     walk: Walk = Walk()  # noqa: RUF009
     output: Pairs = Pairs()  # noqa: RUF009
-    """For the output."""
     d_key: Pairs = Pairs()  # noqa: RUF009
-    """For the gradients of query, key and their gates."""
     d_value: Pairs = Pairs()  # noqa: RUF009
-    """For the gradients of the value and its gates."""
     decode_value: int = 32
-    """Value channels of the state that a program of the decoding kernel carries."""
 
     def __post_init__(self):
         blocks = {"chunk": self.chunk, "walk": self.walk[:2], "decode_value": self.decode_value}

@@ -29,6 +29,8 @@ class DPFP(eqx.Module):
 
     With $r = [\max(x, 0), \max(-x, 0)]$, the products $r_i\, r_{i - j}$ for $j = 1, \dots,$ `nu`:
     `2 * nu` features for every channel.
+
+    **Arguments:** `nu`, which defaults to 1.
     """
 
     nu: int = eqx.field(static=True, default=1)

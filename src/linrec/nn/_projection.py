@@ -62,6 +62,14 @@ class QueryKeyValue(eqx.Module):
         init: Init | None = None,
         key: PRNGKeyArray,
     ):
+        """**Arguments:**
+
+        - `size`: channels of the input.
+        - `num_heads`, `num_kv_heads`: of the queries, and of the keys and values. `None`: as many.
+        - `key_size`, `value_size`: channels of one head.
+        - `conv_size`: taps of the short convolution. `None`: without.
+        - `dtype`, `init`, `key`: of the parameters.
+        """
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
             raise ValueError(
@@ -96,6 +104,7 @@ class QueryKeyValue(eqx.Module):
         return None if self.conv is None else self.conv.history_shape
 
     def zero_state(self) -> RecurrentState:
+        """The state before the first token of a layer that has these queries, keys and values."""
         hidden = (self.num_heads, self.key_size, self.value_size)
         return RecurrentState.zeros(hidden, self.history_shape, self.dtype)
 
@@ -110,7 +119,14 @@ class QueryKeyValue(eqx.Module):
         Float[Array, "seq kv_heads value"],
         Float[Array, "*rows history channels"] | None,
     ]:
-        """**Returns:** `(q, k, v, history)`."""
+        """**Arguments:**
+
+        - `x`: the input, one row for every token.
+        - `history`: `state.conv`, the last inputs of the convolution.
+        - `time`: as in `run` of [`linrec.nn.AbstractLayer`][].
+
+        **Returns:** `(q, k, v, history)`.
+        """
         qkv = apply_linear(self.linear, x)
         if self.conv is not None:
             qkv, history = self.conv(qkv, history, time)

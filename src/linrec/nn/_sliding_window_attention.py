@@ -19,7 +19,9 @@ class WindowState(eqx.Module):
     """What sliding-window attention remembers: the keys and values that are still in sight."""
 
     keys: Float[Array, "*rows history kv_heads key"]
+    """Of the last `window - 1` tokens, rotated: `(window - 1, kv_heads, key)`."""
     values: Float[Array, "*rows history kv_heads value"]
+    """Of the same tokens: `(window - 1, kv_heads, value)`."""
     position: Int[Array, "*rows"]
     """How many tokens it has seen."""
 

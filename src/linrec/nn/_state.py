@@ -16,9 +16,9 @@ class RecurrentState(eqx.Module):
     """
 
     hidden: Float[Array, "*rows heads key value"]
-    """The state of the recurrence. float32, or float64 for layers in float64."""
+    """The state of the recurrence, `(heads, key, value)`; float32, or float64 in such layers."""
     conv: Float[Array, "*rows history channels"] | None
-    """The last inputs of the short convolution; `None` for layers without one."""
+    """The last inputs of the short convolution, `(conv_size - 1, channels)`; `None` without one."""
     position: Int[Array, "*rows"]
     """How many tokens it has seen."""
 
