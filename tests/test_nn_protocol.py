@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import linrec
+from linrec.nn._timeline import sequence_timeline, token_timeline
 
 from .nn_cases import layers, LENGTH, mixers, VOCAB
 
@@ -130,6 +131,16 @@ def test_causal(name):
         y_changed, _ = run(layer, changed)
         np.testing.assert_array_equal(y_changed[:t], y[:t])
         assert np.any(np.asarray(y_changed[t:] != y[t:]))
+
+
+def test_one_token_takes_every_gate():
+    x = jax.random.normal(jax.random.key(0), (1, 2, 4), jnp.float32)
+    gates = {"g": -x[..., 0], "gk": -x, "gv": -x, "g_gamma": -x[0, :, 0]}
+    hidden = jnp.ones((2, 4, 4), jnp.float32)
+    token, sequence = token_timeline(), sequence_timeline(1, None, linrec.Scan())
+    assert_close(
+        token.recurrent(x, x, x, hidden, **gates), sequence.recurrent(x, x, x, hidden, **gates)
+    )
 
 
 @some_layers

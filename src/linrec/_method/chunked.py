@@ -26,13 +26,13 @@ _MOST_NUMBERS = 2**17
 class Chunked(AbstractMethod):
     """Matrix products inside chunks of `block` tokens, a state from each chunk to the next.
 
-    `block` is a power of two.
-
     Runs wherever XLA does. The states between chunks are the only ones that are kept for the
     backward pass. Gates of any size are exact: chunks whose per-channel gates are too strong for
     the fast form take a slower one, which is decided at run time.
 
     Has reverse-mode derivatives of every order. For forward mode use [`linrec.Scan`][].
+
+    **Arguments:** `block`, tokens of a chunk, a power of two. Defaults to 64.
     """
 
     block: int = eqx.field(

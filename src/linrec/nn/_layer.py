@@ -68,7 +68,7 @@ class AbstractLayer(eqx.Module):
         - `state`: where to start from.
         - `time`: everything that looks along the sequence axis goes through it.
             `time.recurrent(q, k, v, hidden, ...)` is [`linrec.recurrent`][] from the state
-            `hidden`, with `g`, `gk`, `g_gamma` and `softmax_scale` by name.
+            `hidden`, with `g`, `gk`, `gv`, `g_gamma` and `softmax_scale` by name.
             `time.positions(state.position)` is each token's place in its sequence, and
             `time.end(state.position)` the position after the last.
 

@@ -150,8 +150,9 @@ def _run_token(
     h: Float[Array, "heads key value"],
     g: Float[Array, "1 heads"] | None = None,
     gk: Float[Array, "1 heads key"] | None = None,
+    gv: Float[Array, "1 heads value"] | None = None,
     **fixed,
 ):
-    g, gk = (None if gate is None else gate[0] for gate in (g, gk))
-    o, h = step(h, q[0], k[0], v[0], g=g, gk=gk, **fixed)
+    g, gk, gv = (None if gate is None else gate[0] for gate in (g, gk, gv))
+    o, h = step(h, q[0], k[0], v[0], g=g, gk=gk, gv=gv, **fixed)
     return o[None], h
