@@ -212,12 +212,12 @@ def results(command: str) -> str:
         document = json.loads(path.read_text())
         if document["command"] != command:
             continue
-        parts += COMMANDS[command](document["records"])
         arguments = re.sub(r" --output \S+", "", document["arguments"])
         parts.append(
             f"Python {document['python']}, JAX {document['jax']}, {document['cpu_count']} cores, "
             f"{document['time'][:10]}: `python -m linrec.benchmark {arguments}`\n"
         )
+        parts += COMMANDS[command](document["records"])
     return "\n".join(["", *parts, ""]) if parts else ""
 
 
