@@ -7,14 +7,15 @@ import pytest
 from linrec.__main__ import advise, main
 
 
-def test_report(capsys):
-    main(["--shape", "2,100,4,16,8", "--gate", "g", "--dtype", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "on_gpu"), [("bfloat16", "Triton()"), ("float64", "Chunked()")])
+def test_report(dtype, on_gpu, capsys):
+    main(["--shape", "2,100,4,16,8", "--gate", "g", "--dtype", dtype])
     report = capsys.readouterr().out
     for title in ("linrec", "packages", "devices", "Triton", "Auto"):
         assert re.search(f"^{title} ", report, re.MULTILINE)
-    assert "for (2, 100, 4, 16, 8), gate g, bfloat16:" in report
+    assert f"for (2, 100, 4, 16, 8), gate g, {dtype}:" in report
     assert "on a CPU: Chunked()" in report
-    assert "on a GPU: Triton()" in report
+    assert f"on a GPU: {on_gpu}" in report
 
 
 def test_bad_shape(capsys):

@@ -34,7 +34,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="to choose a method for (default: 1,4096,4,64,64)",
     )
     parser.add_argument("--gate", choices=GATES, default="gk", help="(default: %(default)s)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="(default: %(default)s)")
+    parser.add_argument(
+        "--dtype",
+        choices=(*DTYPES, "float64"),
+        default="float32",
+        help="(default: %(default)s)",
+    )
     args = parser.parse_args(argv)
 
     versions = (f"{name} {_version(name)}" for name in _PACKAGES if _version(name))
@@ -109,7 +114,8 @@ def _choices(case: Case) -> Iterator[str]:
         for name in platforms:
             platforms[name] = linrec.Auto().select(inputs, name)
 
-    jax.eval_shape(ask)
+    with jax.enable_x64(True):  # or float64 would be asked about as float32
+        jax.eval_shape(ask)
     yield f"for {case}:"
     for name, method in platforms.items():
         yield f"    on a {name.upper()}: {method}"
