@@ -122,13 +122,35 @@ def _call(order, name, seconds):
     time.sleep(seconds)
 
 
-def test_unknown_names():
-    with pytest.raises(SystemExit, match=r"expected names among .*'chunked'.* got 'nonesuch'"):
-        linrec_method("nonesuch")
-    with pytest.raises(SystemExit, match=r"got .'nonesuch'"):
-        main(["speed", "--peers", "nonesuch"])
-    with pytest.raises(SystemExit):
-        main(["all", "--nonesuch"])
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("all --nonesuch", "unrecognized arguments: --nonesuch"),
+        ("speed --repeats 0", "argument --repeats: expected an integer of 1 or more, got '0'"),
+        ("speed --methods nonesuch", "argument --methods: expected one of auto, chunked, "),
+        ("speed --methods chunked:abc", "got 'chunked:abc'"),
+        ("speed --methods chunked:100", "expects a power of two"),
+        ("speed --methods segmented", "'chunk_size'"),
+        ("speed --methods sequenceparallel", "there is no such method"),
+        ("speed --peers nonesuch", "argument --peers: invalid choice: 'nonesuch'"),
+        ("speed --output a-file/folder", "argument --output: "),
+        ("memory --lengths 1000 -5", "argument --lengths: "),
+        ("decode --batch -1", "argument --batch: "),
+        ("decode --key-size 33", "`key_size` has to be even"),
+        ("long --mixer Nonesuch", "argument --mixer: "),
+        ("long --size 33", "33 channels cannot be dealt out"),
+        ("parallel --many 1", "argument --many: "),
+        ("parallel --lengths 100", "argument --lengths: expected multiples of 8 devices"),
+    ],
+)
+def test_wrong_arguments(command, complaint, tmp_path, monkeypatch, capsys):
+    """They are told before anything is measured."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a-file").touch()
+    with pytest.raises(SystemExit) as stop:
+        main(command.split())
+    assert stop.value.code == 2
+    assert complaint in capsys.readouterr().err
 
 
 def test_all(tmp_path, monkeypatch):
@@ -139,7 +161,8 @@ def test_all(tmp_path, monkeypatch):
     assert {r["gate"] for r in read(tmp_path / "speed.json")} == {"gk"}
 
 
-def test_missing_extra(monkeypatch):
+def test_missing_extra(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(__main__, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match=r'pip install "linrec\[benchmark\]"'):
         main(["speed"])
@@ -186,7 +209,9 @@ def test_parallel(tmp_path, capsys):
         assert received["ring attention", 4, length, "forward"] == 4 * 3 * length // 4 * 2 * 8
     assert received["linrec, log_step", 16, 1024, "forward+backward"] == 2 * 5 * state_and_decay
     assert all(0 < r["efficiency"] < 1 for r in records if "efficiency" in r)
-    assert "Projection" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "MiB received by each of 4 devices, forward:" in output
+    assert "Projection" in output
     assert (tmp_path / "parallel.png").exists()
 
 

@@ -1,6 +1,7 @@
 """The problems that are run: a shape, a dtype, a gate, and the inputs made of them."""
 
 import argparse
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -71,6 +72,11 @@ class Case(NamedTuple):
         """What the output's gradient is taken along."""
         B, T, H, _, V = self.shape
         return jax.random.normal(jax.random.key(7), (B, T, H, V), jnp.float32).astype(self.dtype)
+
+
+def write_shapes(shapes: Sequence[tuple[int, ...]]) -> str:
+    """As they are written on the command line."""
+    return " ".join(",".join(map(str, shape)) for shape in shapes)
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ import jax
 
 from ._cases import Case
 from ._contestants import linrec_method
-from ._options import cases
+from ._options import at_least, cases
 from ._programs import compile_jax
 from ._report import print_table, progress, write_json, write_lines
 
@@ -22,13 +22,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--lengths",
         nargs="*",
-        type=int,
+        type=at_least(1),
         default=[2**n for n in range(14, 21)],
         metavar="T",
         help="at which growth is looked at, of the first of the methods (default: 16k to 1M)",
     )
     parser.add_argument(
-        "--chunk-size", type=int, default=4096, help="at those lengths (default: %(default)s)"
+        "--chunk-size",
+        type=at_least(1),
+        default=4096,
+        help="at those lengths (default: %(default)s)",
     )
 
 
@@ -83,4 +86,4 @@ def _print(case: Case, records: list[dict[str, Any]]) -> None:
         previous = (T, rest)
     pieces = f"chunk_size={records[0]['chunk_size']}"
     columns = ["tokens", "whole MiB", f"{pieces} MiB", "its states", "the rest", "bytes per token"]
-    print_table(f"{case}: forward+backward, temporary memory", columns, rows)
+    print_table(f"{case}: forward+backward, temporary memory", columns, rows, remarks=False)

@@ -2,16 +2,60 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from ._cases import Case, DTYPES, GATES, parse_shape
+from ._cases import Case, DTYPES, GATES, parse_shape, write_shapes
+from ._contestants import linrec_method, METHODS
+from ._peers import PEERS
 
 
 PASSES = ("forward", "forward+backward")
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Integers, for `argparse`."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"expected an integer of {least} or more, got {text!r}"
+            )
+        return int(text)
+
+    return parse
+
+
+def folder(text: str) -> Path:
+    """Made before anything is measured, for `argparse`."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
+
+
+def method(text: str) -> str:
+    """A name that `linrec_method` knows, for `argparse`."""
+    try:
+        linrec_method(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(
+            f"expected one of {', '.join(METHODS)}, with an integer as in chunked:128 or "
+            f"segmented:4096, got {text!r} ({error})"
+        ) from error
+    return text
+
+
+def refuse(message: object) -> NoReturn:
+    """As `argparse` does, for arguments that do not go together."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def add_case_options(parser: argparse.ArgumentParser, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -21,22 +65,28 @@ def add_case_options(parser: argparse.ArgumentParser, shapes: Sequence[tuple[int
         type=parse_shape,
         default=shapes,
         metavar="B,T,H,K,V",
-        help=f"default: {' '.join(','.join(map(str, shape)) for shape in shapes)}",
+        help=f"(default: {write_shapes(shapes)})",
     )
-    parser.add_argument("--gates", nargs="+", choices=GATES, default=["none", "g_gamma", "gk"])
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["float32"])
+    add_gates_option(parser, ["none", "g_gamma", "gk"])
+    parser.add_argument(
+        "--dtypes", nargs="+", choices=DTYPES, default=["float32"], help="(default: float32)"
+    )
     parser.add_argument(
         "--methods",
         nargs="+",
+        type=method,
         default=["auto"],
         metavar="METHOD",
-        help="of linrec, with an option if need be: chunked, chunked:128, scan (default: auto)",
+        help=f"of linrec: {', '.join(METHODS)}; with an integer as in chunked:128 or "
+        "segmented:4096 (default: auto)",
     )
     parser.add_argument(
         "--peers",
         nargs="*",
+        choices=[peer.name for peer in PEERS],
         metavar="PEER",
-        help="add what one would take instead, where installed: those named, or all of them",
+        help="add what one would take instead, where installed: those named, or all of them: "
+        f"{', '.join(peer.name for peer in PEERS)} (default: none of them)",
     )
     parser.add_argument(
         "--memory-limit",
@@ -47,11 +97,21 @@ def add_case_options(parser: argparse.ArgumentParser, shapes: Sequence[tuple[int
     add_output_option(parser)
 
 
+def add_gates_option(parser: argparse.ArgumentParser, gates: Sequence[str]) -> None:
+    parser.add_argument(
+        "--gates",
+        nargs="+",
+        choices=GATES,
+        default=list(gates),
+        help=f"(default: {' '.join(gates)})",
+    )
+
+
 def add_output_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
-        type=Path,
-        default=Path("benchmark-results"),
+        type=folder,
+        default="benchmark-results",
         help="folder (default: %(default)s)",
     )
 

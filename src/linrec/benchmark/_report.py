@@ -46,16 +46,18 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield step
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first and the last column are text, those between are numbers."""
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], remarks: bool = True
+) -> None:
+    """The first column is text, the last one too if it holds `remarks`; the others are numbers."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(title=title, title_justify="left", title_style="bold")
-    for column in columns:
-        numbers = column not in (columns[0], columns[-1])
-        wrap = column == columns[-1]
+    for i, column in enumerate(columns):
+        wrap = remarks and i == len(columns) - 1
+        numbers = i > 0 and not wrap
         table.add_column(column, justify="right" if numbers else "left", no_wrap=not wrap)
     for row in rows:
         table.add_row(*map(Text, row))
@@ -89,7 +91,6 @@ def write_json(path: Path, command: str, records: Sequence[dict[str, Any]]) -> N
         "cpu_count": os.cpu_count(),
         "records": list(records),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1) + "\n")
     print(f"wrote {path}")
 
@@ -156,7 +157,7 @@ def write_lines(
         for name, line in lines.items():
             axes.plot(list(line), list(line.values()), marker="o", label=name)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda T, _: f"{T / 1024:g}k")
+        axes.xaxis.set_major_formatter(lambda T, _: f"{T / 1024:g}k" if T >= 1024 else f"{T:g}")
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("tokens")
         axes.set_ylabel(unit)
@@ -180,6 +181,5 @@ def _style(axes: Any, log_y: bool) -> None:
 
 
 def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     print(f"wrote {path}")

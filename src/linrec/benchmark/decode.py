@@ -12,26 +12,33 @@ import numpy as np
 import linrec
 from linrec import nn
 
-from ._options import add_output_option
+from ._options import add_output_option, at_least, refuse
 from ._report import print_table, progress, write_json, write_row_of_bars
 from ._timing import interleave
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, default=64, help="texts (default: %(default)s)")
-    parser.add_argument("--num-heads", type=int, default=8, help="(default: %(default)s)")
-    parser.add_argument("--key-size", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--value-size", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument(
-        "--size", type=int, default=64, help="channels of the layers' input (default: %(default)s)"
-    )
-    parser.add_argument("--rounds", type=int, default=20, help="of timing (default: %(default)s)")
+    for option, default, meaning in (
+        ("--batch", 64, "texts"),
+        ("--num-heads", 8, "heads"),
+        ("--key-size", 128, "of a head"),
+        ("--value-size", 128, "of a head"),
+        ("--size", 64, "channels of the layers' input"),
+        ("--rounds", 20, "of timing"),
+    ):
+        parser.add_argument(
+            option, type=at_least(1), default=default, help=f"{meaning} (default: %(default)s)"
+        )
     add_output_option(parser)
 
 
 def main(args: argparse.Namespace) -> None:
+    try:
+        layers = _layers(args)
+    except ValueError as error:  # sizes that some layer cannot have
+        refuse(error)
     calls: dict[str, Callable[[], object]] = {"copy": _copy(args), "linrec.step": _step(args)}
-    for layer in _layers(args):
+    for layer in layers:
         for position in (0, 1_000_000):
             calls[f"{type(layer).__name__} at token {position:,}"] = _layer_step(
                 layer, args.batch, position

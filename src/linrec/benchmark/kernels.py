@@ -19,8 +19,8 @@ import numpy as np
 
 import linrec
 
-from ._cases import DTYPES, GATES, parse_shape
-from ._options import add_output_option
+from ._cases import DTYPES, GATES, parse_shape, write_shapes
+from ._options import add_gates_option, add_output_option, at_least
 from ._report import print_table, progress, write_bars, write_json
 
 
@@ -35,17 +35,25 @@ Step = Callable[[str], None]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     targets = ("sm_80", "sm_90", "sm_100", "gfx942")
-    parser.add_argument("--gates", nargs="+", choices=GATES, default=list(GATES))
-    parser.add_argument("--targets", nargs="*", choices=targets, default=list(targets))
-    parser.add_argument("--sizes", nargs="+", type=int, default=[64, 128, 256], metavar="K")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    add_gates_option(parser, list(GATES))
+    parser.add_argument(
+        "--targets", nargs="*", choices=targets, default=list(targets), help="(default: all)"
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", type=at_least(1), default=[64, 128, 256],
+        metavar="K", help="of keys and values (default: 64 128 256)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="bfloat16", help="(default: %(default)s)"
+    )
     parser.add_argument(
         "--work-shape", type=parse_shape, default=(1, 512, 1, 128, 128),
-        metavar="B,T,H,K,V", help="of the problem whose work is counted",
+        metavar="B,T,H,K,V", help="of the problem whose work is counted (default: 1,512,1,128,128)",
     )  # fmt: skip
     parser.add_argument(
         "--step-shapes", nargs="*", type=parse_shape, default=STEP_SHAPES,
-        metavar="B,T,H,K,V", help="of training steps that are compiled for an H100",
+        metavar="B,T,H,K,V", help="of training steps that are compiled for an H100 (default: "
+        f"{write_shapes(STEP_SHAPES)})",
     )  # fmt: skip
     add_output_option(parser)
 
@@ -155,7 +163,7 @@ def _print_seconds(records: Records, targets: Sequence[str]) -> None:
         for (gate, K), by in seconds.items()
     ]
     title = "Compiling forward and backward: seconds of one core (of these in ptxas)"
-    print_table(title, ("", "K", *targets), rows)
+    print_table(title, ("", "K", *targets), rows, remarks=False)
 
 
 def _work(gates, shape, dtype, step: Step) -> Records:

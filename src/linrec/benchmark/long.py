@@ -17,10 +17,19 @@ import numpy as np
 
 import linrec
 
-from ._options import add_output_option
+from ._options import add_output_option, at_least, refuse
 from ._report import print_table, progress, write_json, write_lines
 
 
+# Those that need no more than a size.
+MIXERS = (
+    "GatedLinearAttention",
+    "HGRN2",
+    "LinearAttention",
+    "Mamba2",
+    "Retention",
+    "SimpleGatedLinearAttention",
+)
 VOCAB = 256
 
 
@@ -39,22 +48,28 @@ class Task(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--mixer", default="SimpleGatedLinearAttention", help="of linrec.nn")
-    parser.add_argument("--size", type=int, default=256, help="channels (default: %(default)s)")
-    parser.add_argument("--num-layers", type=int, default=4, help="(default: %(default)s)")
-    parser.add_argument("--chunk-size", type=int, default=1024, help="(default: %(default)s)")
+    integers = {"type": at_least(1), "metavar": "N"}
+    parser.add_argument(
+        "--mixer",
+        choices=MIXERS,
+        default="SimpleGatedLinearAttention",
+        help="(default: %(default)s)",
+    )
+    parser.add_argument("--size", default=256, help="channels (default: %(default)s)", **integers)
+    parser.add_argument("--num-layers", default=4, help="(default: %(default)s)", **integers)
+    parser.add_argument("--chunk-size", default=1024, help="(default: %(default)s)", **integers)
     parser.add_argument("--two-level", action="store_true", help="checkpoints on two levels")
     parser.add_argument(
         "--lengths",
         nargs="+",
-        type=int,
+        type=at_least(1),
         default=[4096, 16384, 65536, 1_000_000],
         metavar="T",
         help="tokens of the sequence (default: 4096 16384 65536 1000000)",
     )
     parser.add_argument(
         "--whole-up-to",
-        type=int,
+        type=at_least(0),
         default=16384,
         metavar="T",
         help="also run sequences of up to this length whole (default: %(default)s)",
@@ -69,6 +84,10 @@ def main(args: argparse.Namespace) -> None:
         for chunk_size in (None, args.chunk_size)
         if chunk_size is not None or length <= args.whole_up_to
     ]
+    try:
+        eqx.filter_eval_shape(_make_model, tasks[0])
+    except ValueError as error:  # a size that the mixer cannot have
+        refuse(f"argument --size: {error}")
     records, lines, of_whole = [], {}, {}
     with progress(len(tasks)) as step:
         for task in tasks:
@@ -110,14 +129,18 @@ def _in_new_process(task: Task) -> tuple[dict[str, Any], list[np.ndarray]]:
         return pool.apply(_measure, (task,))
 
 
-def _measure(task: Task) -> tuple[dict[str, Any], list[np.ndarray]]:
+def _make_model(task: Task) -> linrec.nn.LanguageModel:
     kind = getattr(linrec.nn, task.mixer)
-    model = linrec.nn.LanguageModel(
+    return linrec.nn.LanguageModel(
         lambda layer_idx, key: kind(task.size, key=key),
         task.num_layers,
         VOCAB,
         key=jax.random.key(0),
     )
+
+
+def _measure(task: Task) -> tuple[dict[str, Any], list[np.ndarray]]:
+    model = _make_model(task)
     tokens = jax.random.randint(jax.random.key(1), (task.length + 1,), 0, VOCAB, jnp.int32)
 
     @eqx.filter_jit

@@ -18,7 +18,7 @@ from jaxtyping import Array
 import linrec
 
 from ._collectives import received_bytes
-from ._options import add_output_option, PASSES
+from ._options import add_output_option, at_least, PASSES, refuse
 from ._report import print_table, progress, write_json, write_lines
 
 
@@ -34,17 +34,20 @@ CHUNK = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    integers = {"type": int, "help": "(default: %(default)s)"}
-    parser.add_argument("--devices", default=8, **integers)
-    parser.add_argument("--heads", default=16, **integers)
-    parser.add_argument("--channels", default=128, **integers)
-    parser.add_argument("--lengths", nargs="+", default=[512, 2048, 8192, 32768], **integers)
-    parser.add_argument("--many", nargs="+", default=[64, 256, 1024], **integers)
-    parser.add_argument("--tokens-per-device", default=8192, **integers)
+    sizes = {"type": at_least(1), "metavar": "N", "help": "(default: %(default)s)"}
+    devices = sizes | {"type": at_least(2)}
+    parser.add_argument("--devices", default=8, **devices)
+    parser.add_argument("--heads", default=16, **sizes)
+    parser.add_argument("--channels", default=128, **sizes)
+    parser.add_argument("--lengths", nargs="+", default=[512, 2048, 8192, 32768], **sizes)
+    parser.add_argument("--many", nargs="+", default=[64, 256, 1024], **devices)
+    parser.add_argument("--tokens-per-device", default=8192, **sizes)
     add_output_option(parser)
 
 
 def main(args: argparse.Namespace) -> None:
+    if any(length % args.devices for length in args.lengths):
+        refuse(f"argument --lengths: expected multiples of {args.devices} devices")
     # In a process of its own: how many devices are simulated is settled when JAX starts.
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         records = pool.apply(_measure, (args,))
@@ -197,10 +200,11 @@ def _print_bytes(args: argparse.Namespace, records: list[dict[str, Any]]) -> Non
         for name in CONTESTANTS:
             chosen = [r for r in _of_lengths(args, records) if r["pass"] == which]
             sizes = [r["received_bytes"] / MIB for r in chosen if r["contestant"] == name]
-            rows.append([name, *(f"{size:,.2f}" for size in sizes), ""])
-        columns = ["", *(f"{T:,} tokens" for T in args.lengths), "MiB"]
-        title = f"Received by each of {args.devices} devices, {which}"
-        print_table(f"{title}: {args.heads} heads, {args.channels} channels", columns, rows)
+            rows.append([name, *(f"{size:,.2f}" for size in sizes)])
+        columns = ["", *(f"{T:,} tokens" for T in args.lengths)]
+        title = f"MiB received by each of {args.devices} devices, {which}: "
+        title += f"{args.heads} heads, {args.channels} channels"
+        print_table(title, columns, rows, remarks=False)
 
 
 def _print_projection(args: argparse.Namespace, projection: list[dict[str, Any]]) -> None:
@@ -219,4 +223,4 @@ def _print_projection(args: argparse.Namespace, projection: list[dict[str, Any]]
         f"Projection: a layer, forward and backward, {args.tokens_per_device:,} tokens on each H100"
     )
     columns = ["", "devices", "MiB received", "sending ms", "layer ms", "efficiency"]
-    print_table(title, columns, rows)
+    print_table(title, columns, rows, remarks=False)

@@ -6,14 +6,16 @@ from typing import Any
 from ._cases import Case, SHAPES
 from ._check import Problem
 from ._contestants import BASELINE, choose, Contestant
-from ._options import add_case_options, cases, failed, memory_limit, PASSES
+from ._options import add_case_options, at_least, cases, failed, memory_limit, PASSES
 from ._report import describe, print_table, progress, write_bars, write_json
 from ._timing import interleave
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_case_options(parser, SHAPES)
-    parser.add_argument("--repeats", type=int, default=10, help="rounds (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=10, help="rounds (default: %(default)s)"
+    )
     parser.add_argument(
         "--budget",
         type=float,
