@@ -1,5 +1,6 @@
-"""What the examples share: mixers by name, text, checkpoints, a progress bar, plots."""
+"""What the examples share: arguments, mixers by name, text, checkpoints, a progress bar."""
 
+import argparse
 import codecs
 import json
 import random
@@ -30,6 +31,66 @@ MIXERS = (
 VOCAB = 256  # a token is a byte
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """The description as it is written, and every default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = action.default is None or "(default: " in (action.help or "")
+        return action.help if told else super()._get_help_string(action)
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=_Help)
+
+
+# Types of arguments, for `argparse`.
+def at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(
+                f"expected an integer of {least} or more, got {text!r}"
+            )
+        return int(text)
+
+    return parse
+
+
+def channels(text: str) -> int:
+    """That make four heads of an even size, as layers with rotations want it."""
+    if at_least(8)(text) % 8 != 0:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 8, got {text!r}")
+    return int(text)
+
+
+def some_text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("expected some text")
+    return text
+
+
+def existing(text: str) -> Path:
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no {text}")
+    return Path(text)
+
+
+def folder(text: str) -> Path:
+    """Made at once: not to fail when everything is done."""
+    path = Path(text)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return path
+
+
+def plot_file(text: str) -> Path:
+    """In a folder that is made at once. Without an ending it is a PNG, as matplotlib would do."""
+    path = Path(text)
+    folder(str(path.parent))
+    return path if path.suffix else path.with_suffix(".png")
+
+
 def make_model(
     mixer: str, size: int, num_layers: int, vocab_size: int = VOCAB, *, key: PRNGKeyArray
 ) -> linrec.nn.LanguageModel:
@@ -51,8 +112,8 @@ def make_model(
     return linrec.nn.LanguageModel(make_mixer, num_layers, vocab_size, key=key)
 
 
-def read_text(path: Path | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes to train on, and bytes held out: the last twentieth.
+def read_text(path: Path | None, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes to train on, and bytes held out: the last twentieth. At least `length` of each.
 
     Those of a file, of all files in a folder, or of the Python standard library's own modules.
     """
@@ -63,22 +124,29 @@ def read_text(path: Path | None = None) -> tuple[np.ndarray, np.ndarray]:
     random.Random(0).shuffle(files)
     text = np.frombuffer(b"".join(file.read_bytes() for file in files), np.uint8)
     cut = len(text) * 19 // 20
+    if len(text) - cut < length:
+        raise SystemExit(
+            f"{path or 'the standard library'} has {len(text):,} bytes of text, of which the last "
+            f"twentieth is held out: {length:,} at least are needed there"
+        )
     return text[:cut], text[cut:]
 
 
 def save_model(path: Path, model: linrec.nn.LanguageModel, **arguments) -> None:
     """A line with the arguments of `make_model`, then the arrays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.write(json.dumps(arguments).encode() + b"\n")
         eqx.tree_serialise_leaves(file, model)
 
 
 def load_model(path: Path) -> linrec.nn.LanguageModel:
-    with path.open("rb") as file:
-        arguments = json.loads(file.readline())
-        like = eqx.filter_eval_shape(make_model, **arguments, key=jax.random.key(0))
-        return eqx.tree_deserialise_leaves(file, like)
+    try:
+        with path.open("rb") as file:
+            arguments = json.loads(file.readline())
+            like = eqx.filter_eval_shape(make_model, **arguments, key=jax.random.key(0))
+            return eqx.tree_deserialise_leaves(file, like)
+    except (OSError, TypeError, ValueError) as error:
+        raise SystemExit(f"no checkpoint of `train_lm.py` in {path}: {error}") from error
 
 
 def progress_bar(*columns: str) -> Progress:

@@ -1,28 +1,29 @@
 """Continues a text with a model that `train_lm.py` has trained."""
 
-import argparse
 import time
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from _common import load_model, text_printer
+from _common import at_least, load_model, make_parser, some_text, text_printer
 
 import linrec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkpoint", type=Path, nargs="?", default=Path("lm/model.eqx"))
-    parser.add_argument("--prompt", default="import ")
-    parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--seed", type=int, default=0)
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "checkpoint", type=Path, nargs="?", default=Path("lm/model.eqx"), help="of `train_lm.py`"
+    )
+    parser.add_argument("--prompt", type=some_text, default="import ", help="text to continue")
+    parser.add_argument("--tokens", type=at_least(2), default=1000, help="to write")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token")
+    parser.add_argument("--top-k", type=at_least(1), help="draw from that many likeliest tokens")
+    parser.add_argument(
+        "--top-p", type=float, default=0.95, help="draw from the likeliest, this probable together"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the draws")
     args = parser.parse_args()
-    if not args.checkpoint.exists():
-        parser.error(f"there is no {args.checkpoint}: train a model with `train_lm.py` first")
 
     model = load_model(args.checkpoint)
     times = []

@@ -10,7 +10,6 @@ import argparse
 import resource
 import sys
 import time
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -18,7 +17,17 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from _common import make_model, MIXERS, progress_bar, read_text
+from _common import (
+    at_least,
+    channels,
+    existing,
+    make_model,
+    make_parser,
+    MIXERS,
+    plot_file,
+    progress_bar,
+    read_text,
+)
 
 import linrec
 
@@ -58,6 +67,10 @@ def peak_memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
 
 
+def tokens_label(length: int) -> str:
+    return f"{length / 1024:g}k" if length >= 1024 else str(length)
+
+
 def plot_memory(model: linrec.nn.LanguageModel, args: argparse.Namespace) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     with progress_bar() as bar:
@@ -72,7 +85,7 @@ def plot_memory(model: linrec.nn.LanguageModel, args: argparse.Namespace) -> Non
             print(f"{label:>16}: {used[-1]:10,.0f} MiB for {args.lengths[-1]:,} tokens")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(args.lengths, [f"{length / 1024:g}k" for length in args.lengths])
+    axes.set_xticks(args.lengths, [tokens_label(length) for length in args.lengths])
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set(xlabel="tokens", ylabel="MiB for a loss and its gradient")
     axes.grid(alpha=0.3)
@@ -82,8 +95,7 @@ def plot_memory(model: linrec.nn.LanguageModel, args: argparse.Namespace) -> Non
     print(f"wrote {args.output}")
 
 
-def train(model: linrec.nn.LanguageModel, args: argparse.Namespace) -> None:
-    text, _ = read_text(args.text)
+def train(model: linrec.nn.LanguageModel, text: np.ndarray, args: argparse.Namespace) -> None:
     tokens = jnp.asarray(np.resize(text, args.length + 1), jnp.int32)
     optimiser = optax.adam(args.rate)
     state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
@@ -111,24 +123,32 @@ def train(model: linrec.nn.LanguageModel, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--length", type=int, default=1_000_000, help="tokens to train on")
-    parser.add_argument("--chunk-size", type=int, default=2048)
+    parser = make_parser(__doc__)
+    parser.add_argument("--length", type=at_least(1), default=1_000_000, help="tokens to train on")
+    parser.add_argument("--chunk-size", type=at_least(1), default=2048, help="tokens of a chunk")
+    lengths = [2**n for n in range(12, 21, 2)]
     parser.add_argument(
-        "--lengths", nargs="+", type=int, default=[2**n for n in range(12, 21, 2)], help="to plot"
+        "--lengths", nargs="+", type=at_least(1), default=lengths, help="to plot", metavar="LENGTH"
     )
-    parser.add_argument("--mixer", choices=MIXERS, default="SimpleGatedLinearAttention")
-    parser.add_argument("--size", type=int, default=64, help="channels")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument(
+        "--mixer", choices=MIXERS, default="SimpleGatedLinearAttention", help="of all layers"
+    )
+    parser.add_argument("--size", type=channels, default=64, help="channels")
+    parser.add_argument("--layers", type=at_least(1), default=2, help="layers of the model")
+    parser.add_argument("--steps", type=at_least(0), default=3, help="of training")
     parser.add_argument("--rate", type=float, default=1e-2, help="of learning")
-    parser.add_argument("--text", type=Path, help="a file or a folder to learn from")
-    parser.add_argument("--output", type=Path, default=Path("long_context.png"))
+    parser.add_argument(
+        "--text",
+        type=existing,
+        help="a file or a folder to learn from (default: the Python standard library)",
+    )
+    parser.add_argument("--output", type=plot_file, default="long_context.png", help="the plot")
     args = parser.parse_args()
 
+    text, _ = read_text(args.text, 1)
     model = make_model(args.mixer, args.size, args.layers, key=jax.random.key(0))
     plot_memory(model, args)
-    train(model, args)
+    train(model, text, args)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from _common import make_model, MIXERS, progress_bar
+from _common import at_least, channels, make_model, make_parser, MIXERS, plot_file, progress_bar
 
 
 def make_batch(
@@ -105,17 +105,23 @@ def plot(path: Path, accuracies: dict[str, dict[int, float]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mixers", nargs="+", choices=MIXERS, default=MIXERS)
-    parser.add_argument("--pairs", nargs="+", type=int, default=[2, 4, 8, 16])
-    parser.add_argument("--symbols", type=int, default=32, help="different keys, and values")
-    parser.add_argument("--size", type=int, default=64, help="channels")
-    parser.add_argument("--layers", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=64)
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--mixers", nargs="+", choices=MIXERS, default=MIXERS, help="(default: all)"
+    )
+    parser.add_argument(
+        "--pairs", nargs="+", type=at_least(1), default=[2, 4, 8, 16], help="in a sequence"
+    )
+    parser.add_argument("--symbols", type=at_least(1), default=32, help="different keys and values")
+    parser.add_argument("--size", type=channels, default=64, help="channels")
+    parser.add_argument("--layers", type=at_least(1), default=1, help="layers of a model")
+    parser.add_argument("--steps", type=at_least(1), default=300, help="of training")
+    parser.add_argument("--batch", type=at_least(1), default=64, help="sequences in a step")
     parser.add_argument("--rate", type=float, default=1e-2, help="of learning")
-    parser.add_argument("--output", type=Path, default=Path("recall.png"))
+    parser.add_argument("--output", type=plot_file, default="recall.png", help="the plot")
     args = parser.parse_args()
+    if max(args.pairs) > args.symbols:
+        parser.error(f"{max(args.pairs)} pairs need as many different keys: --symbols is less")
 
     columns = (
         "loss {task.fields[loss]:.3f}",

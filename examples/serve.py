@@ -7,7 +7,6 @@ never change, so that two programs are compiled and no more. In the end every an
 with decoding its prompt alone. Takes less than a minute.
 """
 
-import argparse
 import dataclasses
 import time
 from collections import deque
@@ -17,7 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import load_model, make_model, progress_bar, read_text
+from _common import at_least, load_model, make_model, make_parser, progress_bar, read_text
 
 
 @dataclasses.dataclass
@@ -142,14 +141,16 @@ def check(model, requests: list[Request], length: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="?", help="of `train_lm.py`")
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=at_least(1), default=300, help="to serve")
     parser.add_argument("--rate", type=float, default=40.0, help="of arrivals, per second")
-    parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=200, help="tokens at most")
-    parser.add_argument("--tokens", type=int, default=100, help="tokens of an answer at most")
-    parser.add_argument("--buffer", type=int, default=512, help="tokens prefilled together")
+    parser.add_argument("--slots", type=at_least(1), default=16, help="requests decoded together")
+    parser.add_argument("--prompt", type=at_least(1), default=200, help="tokens at most")
+    parser.add_argument(
+        "--tokens", type=at_least(1), default=100, help="tokens of an answer at most"
+    )
+    parser.add_argument("--buffer", type=at_least(1), default=512, help="tokens prefilled together")
     args = parser.parse_args()
     if args.prompt > args.buffer:
         parser.error("a prompt has to fit into the buffer")
@@ -161,7 +162,7 @@ def main() -> None:
         model = load_model(args.checkpoint)
 
     rng = np.random.default_rng(0)
-    _, text = read_text()
+    _, text = read_text(None, args.prompt + 1)
     arrivals = np.cumsum(rng.exponential(1 / args.rate, args.requests))
     requests = []
     for arrival in arrivals:

@@ -6,7 +6,6 @@ the loss and a checkpoint that `generate.py` and `serve.py` load. Takes about tw
 cores.
 """
 
-import argparse
 import time
 from pathlib import Path
 
@@ -16,7 +15,20 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from _common import make_model, MIXERS, progress_bar, read_text, save_model, text_printer
+from _common import (
+    at_least,
+    channels,
+    existing,
+    folder,
+    make_model,
+    make_parser,
+    MIXERS,
+    progress_bar,
+    read_text,
+    save_model,
+    some_text,
+    text_printer,
+)
 
 import linrec
 
@@ -77,7 +89,7 @@ def train(model, text, held_out, args) -> tuple[linrec.nn.LanguageModel, list, d
 
 def plot(path: Path, mixer: str, losses: list, held_out_losses: dict, bigram: float) -> None:
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(losses, color="C0", alpha=0.25, linewidth=1)
+    axes.plot(np.arange(len(losses)) + 1, losses, color="C0", alpha=0.25, linewidth=1)
     width = max(len(losses) // 25, 1)
     smooth = np.convolve(losses, np.ones(width) / width, "valid")
     axes.plot(np.arange(len(smooth)) + width, smooth, color="C0", label=f"{mixer}, training")
@@ -90,22 +102,26 @@ def plot(path: Path, mixer: str, losses: list, held_out_losses: dict, bigram: fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--text", type=Path, help="a file or a folder to learn from")
-    parser.add_argument("--mixer", choices=MIXERS, default=MIXERS[0])
-    parser.add_argument("--size", type=int, default=128, help="channels")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--batch", type=int, default=8, help="sequences in a step")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
+    parser = make_parser(__doc__)
+    parser.add_argument(
+        "--text",
+        type=existing,
+        help="a file or a folder to learn from (default: the Python standard library)",
+    )
+    parser.add_argument("--mixer", choices=MIXERS, default=MIXERS[0], help="of all layers")
+    parser.add_argument("--size", type=channels, default=128, help="channels")
+    parser.add_argument("--layers", type=at_least(1), default=2, help="layers of the model")
+    parser.add_argument("--steps", type=at_least(1), default=400, help="of training")
+    parser.add_argument("--batch", type=at_least(1), default=8, help="sequences in a step")
+    parser.add_argument("--length", type=at_least(1), default=256, help="tokens of a sequence")
     parser.add_argument("--rate", type=float, default=6e-3, help="of learning")
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--prompt", default="def ")
-    parser.add_argument("--tokens", type=int, default=400, help="to write in the end")
-    parser.add_argument("--output", type=Path, default=Path("lm"), help="folder")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="of the optimiser")
+    parser.add_argument("--prompt", type=some_text, default="def ", help="text to continue")
+    parser.add_argument("--tokens", type=at_least(0), default=400, help="to write in the end")
+    parser.add_argument("--output", type=folder, default="lm", help="for checkpoint and plot")
     args = parser.parse_args()
 
-    text, held_out = read_text(args.text)
+    text, held_out = read_text(args.text, args.length + 1)
     starts = np.linspace(0, len(held_out) - args.length - 1, 128, dtype=int)
     held_out = cut(held_out, starts, args.length)
     arguments = {"mixer": args.mixer, "size": args.size, "num_layers": args.layers}

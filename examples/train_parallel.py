@@ -14,7 +14,6 @@ In several processes, of one machine or of many, each started as
 with its own number for `--process`.
 """
 
-import argparse
 import time
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _common import at_least, channels, make_parser
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -31,19 +31,23 @@ import linrec
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--seq-shards", type=int, default=4)
-    parser.add_argument("--devices", type=int, default=8, help="to simulate on CPUs, in all")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--process", type=int, default=0)
-    parser.add_argument("--coordinator", default="localhost:1234")
+    parser = make_parser(__doc__)
+    for option, default, meaning in (
+        ("--steps", 60, "of training"),
+        ("--length", 512, "tokens of a sequence"),
+        ("--batch", 8, "sequences in a step"),
+        ("--seq-shards", 4, "devices that a sequence is spread over"),
+        ("--devices", 8, "to simulate on CPUs, in all"),
+        ("--processes", 1, "in all"),
+    ):
+        parser.add_argument(option, type=at_least(1), default=default, help=meaning)
+    parser.add_argument("--size", type=channels, default=64, help="channels")
+    parser.add_argument("--process", type=at_least(0), default=0, help="which of them this is")
+    parser.add_argument("--coordinator", default="localhost:1234", help="where they meet")
     args = parser.parse_args()
+    text = read_text()
+    if args.length >= text.size:
+        parser.error(f"argument --length: expected less than the {text.size:,} bytes of text")
 
     # For CPUs. Other devices are as many as they are.
     jax.config.update("jax_num_cpu_devices", args.devices // args.processes)
@@ -51,6 +55,13 @@ def main():
     if args.processes > 1:
         jax.distributed.initialize(args.coordinator, args.processes, args.process)
     shape = (jax.device_count() // args.seq_shards, args.seq_shards)
+    for what, number, parts in (
+        ("devices", jax.device_count(), args.seq_shards),
+        ("rows of a batch", args.batch, shape[0]),
+        ("tokens of a sequence", args.length, shape[1]),
+    ):
+        if number % parts != 0:
+            parser.error(f"{number} {what} cannot be dealt out to {parts} evenly")
     mesh = jax.make_mesh(shape, ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     everywhere = NamedSharding(mesh, PartitionSpec())
     by_row_and_token = NamedSharding(mesh, PartitionSpec("data", "seq"))
@@ -78,8 +89,6 @@ def main():
         updates, state = optimiser.update(gradients, state)
         return optax.apply_updates(parameters, updates), state, loss
 
-    text = read_text()
-
     def batch(step):
         """Every process cuts the whole batch and keeps what its devices hold of it."""
         begin = np.random.default_rng(step).integers(0, text.size - args.length, args.batch)
@@ -90,7 +99,8 @@ def main():
         return jax.make_array_from_callback(rows.shape, by_row_and_token, lambda at: rows[at])
 
     if args.process == 0:
-        print(f"{jax.process_count()} processes, {shape[0]} x {shape[1]} devices (rows x tokens)")
+        print(f"processes: {jax.process_count()}")
+        print(f"devices: {shape[0]} x {shape[1]} (rows x tokens)")
     texts = ("{task.fields[loss]:.3f} bits per byte", "{task.fields[rate]:,.0f} tokens/s")
     columns = (BarColumn(), *map(TextColumn, texts), TimeElapsedColumn())
     with Progress(*columns, disable=args.process != 0) as progress:

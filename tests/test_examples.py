@@ -10,15 +10,20 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name: str, *arguments: str, folder: Path) -> str:
+def start(name: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """As a user would, and with what `conftest.py` puts into the environment."""
-    finished = subprocess.run(
+    return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def run(name: str, *arguments: str, folder: Path) -> str:
+    """What it prints."""
+    finished = start(name, *arguments, folder=folder)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -57,10 +62,12 @@ def test_serve(trained):
 
 
 def test_recall(tmp_path):
-    options = ("--mixers", "Retention", "--pairs", "2", "3", "--symbols", "4")
-    output = run("recall.py", *SMALL, *options, "--steps", "2", "--batch", "2", folder=tmp_path)
+    options = ("--mixers", "Retention", "--pairs", "2", "3", "--symbols", "4", "--steps", "2")
+    options += ("--batch", "2", "--output", "plots/accuracy")
+    output = run("recall.py", *SMALL, *options, folder=tmp_path)
     assert "Retention" in output
-    assert (tmp_path / "recall.png").stat().st_size > 0
+    assert "wrote plots/accuracy.png" in output
+    assert (tmp_path / "plots" / "accuracy.png").stat().st_size > 0
 
 
 def test_long_context(tmp_path):
@@ -68,3 +75,26 @@ def test_long_context(tmp_path):
     output = run("long_context.py", *SMALL, *options, folder=tmp_path)
     assert "peak memory" in output
     assert (tmp_path / "long_context.png").stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("train_lm.py --steps 0", "argument --steps: expected an integer of 1 or more, got '0'"),
+        ("train_lm.py --size 12", "argument --size: expected a multiple of 8"),
+        ("train_lm.py --text a-file --length 10", "a-file has 5 bytes of text"),
+        ("train_lm.py --prompt=", "argument --prompt: expected some text"),
+        ("long_context.py --text nonesuch", "argument --text: there is no nonesuch"),
+        ("generate.py a-file", "no checkpoint of `train_lm.py` in a-file"),
+        ("recall.py --pairs 100 --symbols 16", "100 pairs need as many different keys"),
+        ("recall.py --output a-file/plot", "argument --output: "),
+        ("train_parallel.py --seq-shards 3", "8 devices cannot be dealt out to 3 evenly"),
+    ],
+)
+def test_wrong_arguments(command, complaint, tmp_path):
+    """They are told at once."""
+    (tmp_path / "a-file").write_text("text\n")
+    finished = start(*command.split(), folder=tmp_path)
+    assert finished.returncode != 0
+    assert complaint in finished.stderr
+    assert "Traceback" not in finished.stderr

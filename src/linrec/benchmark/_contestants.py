@@ -42,9 +42,12 @@ CHUNK_SCAN = Contestant(
 PRODUCTS = Contestant("products alone", products, CHUNK_SCAN.unsupported, same_maths=False)
 
 
-METHODS = {
-    method.__name__.lower(): method
-    for method in (linrec.Auto, linrec.Chunked, linrec.Scan, linrec.Segmented, linrec.Triton)
+METHODS: dict[str, Callable[..., linrec.AbstractMethod]] = {
+    "auto": linrec.Auto,
+    "chunked": linrec.Chunked,
+    "scan": linrec.Scan,
+    "segmented": linrec.Segmented,
+    "triton": lambda: linrec.Triton(),  # whose first option is no integer
 }
 
 

@@ -48,7 +48,7 @@ class Task(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    integers = {"type": at_least(1), "metavar": "N"}
+    integers: dict[str, Any] = {"type": at_least(1), "metavar": "N"}
     parser.add_argument(
         "--mixer",
         choices=MIXERS,

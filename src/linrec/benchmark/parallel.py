@@ -34,8 +34,8 @@ CHUNK = 64
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    sizes = {"type": at_least(1), "metavar": "N", "help": "(default: %(default)s)"}
-    devices = sizes | {"type": at_least(2)}
+    sizes: dict[str, Any] = {"type": at_least(1), "metavar": "N", "help": "(default: %(default)s)"}
+    devices: dict[str, Any] = {**sizes, "type": at_least(2)}
     parser.add_argument("--devices", default=8, **devices)
     parser.add_argument("--heads", default=16, **sizes)
     parser.add_argument("--channels", default=128, **sizes)
