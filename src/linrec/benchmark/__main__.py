@@ -49,7 +49,8 @@ def _run_apart(module: ModuleType, args: argparse.Namespace) -> int:
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         run = pool.submit(module.main, args)
     if error := run.exception():  # the others are run all the same
-        traceback.print_exception(error)
+        if not isinstance(error, SystemExit):
+            traceback.print_exception(error)
         return 1
     return run.result() or 0
 
