@@ -38,7 +38,7 @@ CHUNK_SCAN = Contestant(
     chunk_scan,
     lambda case: f"wants a multiple of {CHUNK} tokens" if case.length % CHUNK else None,
 )
-# No answer, but what the chunk form costs at least.
+# No answer, but about what the chunk form costs at least.
 PRODUCTS = Contestant("products alone", products, CHUNK_SCAN.unsupported, same_maths=False)
 
 

@@ -1,4 +1,4 @@
-"""The matrix products of the chunk form with nothing around them: what it costs at least in XLA.
+"""The matrix products of the chunk form with nothing around them: about the least it costs in XLA.
 
 No gates, no mask, and arrays taken as if they lay in memory the way products want them, transposed
 or not. So there is no right answer, only a time that an implementation can come near.
