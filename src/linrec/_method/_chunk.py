@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from .._inputs import vary_alike
-from ._products import product, scale_rows
+from ._products import for_each_chunk, Product, scale_rows
 
 
 # While the log-decays of a block sum up to less than this, factors e^A and e^-A are exact to
@@ -29,17 +29,15 @@ class Chunks(eqx.Module):
     q: Float[Array, "batch chunks heads chunk key"]
     k: Float[Array, "batch chunks heads chunk key"]
     v: Float[Array, "batch chunks heads chunk value"]
-    g: Float[Array, "batch chunks heads chunk 1"] | None
+    g: Float[Array, "batch chunks_or_1 heads chunk 1"] | None
+    """Of one chunk, if it is the same for all."""
     gk: Float[Array, "batch chunks heads chunk key"] | None
     gv: Float[Array, "batch chunks heads chunk value"] | None
-    precision: jax.lax.Precision = eqx.field(static=True)
+    product: Product = eqx.field(static=True)
 
     @property
     def number(self) -> int:
         return self.q.shape[1]
-
-    def product(self, equation: str, x: Array, y: Array) -> Array:
-        return product(equation, self.precision, x, y)
 
     def is_ordinary(self) -> Bool[Array, ""]:
         """Whether gates per channel are weak enough for `effect`."""
@@ -50,35 +48,38 @@ class Chunks(eqx.Module):
         return jnp.stack(weak).all() & (jnp.stack(reach).max() < _ORDINARY)
 
 
-class Effect(eqx.Module):
-    """Chunks, as what they do with the states before them, in which (3) and (4) are linear."""
+class Read(eqx.Module):
+    """What chunks read: linear in the states before them, (3)."""
 
     inside: Float[Array, "*chunks heads chunk value"]
-    """What is read of the chunk itself."""
+    """Of the chunk itself."""
     q: Float[Array, "*chunks heads chunk key"]
     """What reads the state, decayed from the start."""
-    after_read: Float[Array, "*chunks heads chunk value"] | None
+    decay_value: Float[Array, "*chunks heads chunk value"] | None
+    product: Product = eqx.field(static=True)
+
+    def __call__(self, h: Float[Array, "*chunks heads key value"]) -> Array:
+        past = self.product("ik,kv->iv", self.q, h)
+        return self.inside + (past if self.decay_value is None else past * self.decay_value)
+
+
+class Write(eqx.Module):
+    """The states after chunks: linear in those before them, (4)."""
+
     decay: Float[Array, "*chunks heads key 1"] | None
     """Of the state, before anything is written."""
     written: Float[Array, "*chunks heads key value"]
     decay_key: Float[Array, "*chunks heads key 1"] | None
     """Of the state, and of what is written, which is larger for it."""
     decay_value: Float[Array, "*chunks heads 1 value"] | None
-    precision: jax.lax.Precision = eqx.field(static=True)
 
-    def read(self, h: Float[Array, "*chunks heads key value"]) -> Array:
-        """The output, from the states before the chunks."""
-        past = product("ik,kv->iv", self.precision, self.q, h)
-        return self.inside + (past if self.after_read is None else past * self.after_read)
-
-    def write(self, h: Float[Array, "*chunks heads key value"]) -> Array:
-        """The states after the chunks."""
+    def __call__(self, h: Float[Array, "*chunks heads key value"]) -> Array:
         h = (h if self.decay is None else scale_rows(h, self.decay)) + self.written
         h = h if self.decay_key is None else scale_rows(h, self.decay_key)
         return h if self.decay_value is None else h * self.decay_value
 
 
-def effect(chunks: Chunks) -> Effect:
+def effect(chunks: Chunks) -> tuple[Read, Write]:
     """Gates per channel as products of two factors, (5), gates per token as a matrix of decays."""
     q, k, v = chunks.q, chunks.k, chunks.v
     decay = decay_key = decay_value = after_read = None
@@ -86,16 +87,19 @@ def effect(chunks: Chunks) -> Effect:
         scores = chunks.product("ik,jk->ij", q, k)
     else:
         sums = _cumulative(chunks.gk)
-        scores = jnp.asarray(_decayed_scores(chunks.precision, q, k, sums))
+        scores = jnp.asarray(_decayed_scores(chunks.product, q, k, sums))
         q, k = q * jnp.exp(sums), k * jnp.exp(-sums)
         decay_key = _column(jnp.exp(sums[..., -1:, :]))
     if chunks.g is not None:
         between = _sums_between(chunks.g)
         from_start = _from_start(between, chunks.g)
-        scores = scores * jnp.exp(between[..., 0])
-        q = scale_rows(q, jnp.exp(from_start))
-        k = scale_rows(k, jnp.exp(_to_end(between)))
-        decay = jnp.broadcast_to(jnp.exp(from_start[..., -1:, :]), (*k.shape[:-2], k.shape[-1], 1))
+        decays = (jnp.exp(x) for x in (between[..., 0], from_start, _to_end(between)))
+        if chunks.g.shape[1] == 1:
+            decays = (for_each_chunk(x, chunks.number) for x in decays)
+        inside, from_start, to_end = decays
+        scores = scores * inside
+        q, k = scale_rows(q, from_start), scale_rows(k, to_end)
+        decay = jnp.broadcast_to(from_start[..., -1:, :], (*k.shape[:-2], k.shape[-1], 1))
     scores = jnp.tril(scores)
     if chunks.gv is None:
         inside = chunks.product("ij,jv->iv", scores, v)
@@ -109,31 +113,32 @@ def effect(chunks: Chunks) -> Effect:
         inside = others * after_read + own
         decay_value = jnp.exp(sums[..., -1:, :])
     written = chunks.product("jk,jv->kv", k, v)
-    return Effect(inside, q, after_read, decay, written, decay_key, decay_value, chunks.precision)
+    read = Read(inside, q, after_read, chunks.product)
+    return read, Write(decay, written, decay_key, decay_value)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _decayed_scores(precision, q, k, sums) -> Array:
+def _decayed_scores(product, q, k, sums) -> Array:
     """(q_i e^A_i) . (k_j e^-A_j): equation (5). Its gradient leaves i = j out of the gates.
 
     There is no decay in what a token reads of itself: its two halves in the gradient cancel, but on
     paper only. Under strong decay their rounding errors would be all that is left.
     """
-    return product("ik,jk->ij", precision, q * jnp.exp(sums), k * jnp.exp(-sums))
+    return product("ik,jk->ij", q * jnp.exp(sums), k * jnp.exp(-sums))
 
 
-def _decayed_scores_forward(precision, q, k, sums):
-    return _decayed_scores(precision, q, k, sums), (q, k, sums)
+def _decayed_scores_forward(product, q, k, sums):
+    return _decayed_scores(product, q, k, sums), (q, k, sums)
 
 
-def _decayed_scores_backward(precision, residuals, d_scores):
+def _decayed_scores_backward(product, residuals, d_scores):
     q, k, sums = residuals
     grow, shrink = jnp.exp(sums), jnp.exp(-sums)
     itself = _diagonal(d_scores)
     d_own = jnp.sum(jnp.where(itself, d_scores, 0), -1, keepdims=True)
     d_others = jnp.where(itself, 0, d_scores)
-    d_q = grow * product("ij,jk->ik", precision, d_others, k * shrink)
-    d_k = shrink * product("ij,ik->jk", precision, d_others, q * grow)
+    d_q = grow * product("ij,jk->ik", d_others, k * shrink)
+    d_k = shrink * product("ij,ik->jk", d_others, q * grow)
     return d_q + d_own * k, d_k + d_own * q, q * d_q - k * d_k
 
 
@@ -150,8 +155,8 @@ def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
         return x.transpose(1, 3, 0, 2, 4, 5).reshape(-1, B, 1, H, width, x.shape[-1])
 
     def factorised(block: Chunks, h: Array) -> tuple[Array, Array]:
-        does = effect(block)
-        return does.read(h), does.write(h)
+        read, write = effect(block)
+        return read(h), write(h)
 
     @jax.checkpoint
     def body(h, block):
@@ -237,7 +242,7 @@ def _cumulative(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk x
     """Cumulative sums, by a product: XLA is slow at them on CPUs."""
     C = g.shape[-2]
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((C, C), g.dtype)), (*g.shape[:-2], C, C))
-    return product("ij,jx->ix", jax.lax.Precision.HIGHEST, *vary_alike((causal, g)))
+    return Product(jax.lax.Precision.HIGHEST)("ij,jx->ix", *vary_alike((causal, g)))
 
 
 def _diagonal(x: Float[Array, "*rows chunk chunk"]) -> Bool[Array, "*rows chunk chunk"]:

@@ -1,47 +1,59 @@
 """Matrix products with gradients in the form that XLA runs fast on a CPU."""
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def product(equation: str, precision: jax.lax.Precision, x: Array, y: Array) -> Array:
+class Product(NamedTuple):
     """`jnp.einsum` of matrices, such as `"ik,kv->iv"`, with any number of axes before them.
 
     JAX's own gradients of it come out transposed where rows and columns of the result are those of
     the second and the first factor; here the factors change places.
     """
-    return jnp.asarray(_product(equation, precision, x, y))
+
+    precision: jax.lax.Precision
+    copied: int = 64
+    """Columns up to which a factor that is to be transposed is copied first. The product is faster
+    for it; the copy is slow where rows lie far apart."""
+
+    def __call__(self, equation: str, x: Array, y: Array) -> Array:
+        return jnp.asarray(_product(self, equation, x, y))
+
+    def factors(self, first: tuple[str, Array], second: tuple[str, Array], axes: str) -> Array:
+        """In any order."""
+        if axes[0] not in first[0]:
+            first, second = second, first
+        (x_axes, x), (y_axes, y) = first, second
+        if x_axes[1] == axes[0] and x.shape[-1] <= self.copied:
+            # Without the barrier XLA takes the transpose into the product again.
+            x_axes, x = x_axes[::-1], jax.lax.optimization_barrier(x.swapaxes(-1, -2))
+        equation = f"...{x_axes},...{y_axes}->...{axes}"
+        return jnp.einsum(equation, x, y, precision=self.precision)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(equation, precision, x, y):
+def _product(how: Product, equation: str, x, y):
     x_axes, y_axes, axes = equation.replace("->", ",").split(",")
-    return _einsum(precision, (x_axes, x), (y_axes, y), axes)
+    return how.factors((x_axes, x), (y_axes, y), axes)
 
 
-def _product_forward(equation, precision, x, y):
-    return _product(equation, precision, x, y), (x, y)
+def _product_forward(how, equation, x, y):
+    return _product(how, equation, x, y), (x, y)
 
 
-def _product_backward(equation, precision, residuals, d_z):
+def _product_backward(how, equation, residuals, d_z):
     x, y = residuals
     x_axes, y_axes, axes = equation.replace("->", ",").split(",")
-    d_x = _einsum(precision, (axes, d_z), (y_axes, y), x_axes)
-    d_y = _einsum(precision, (x_axes, x), (axes, d_z), y_axes)
+    d_x = how.factors((axes, d_z), (y_axes, y), x_axes)
+    d_y = how.factors((x_axes, x), (axes, d_z), y_axes)
     return d_x, d_y
 
 
 _product.defvjp(_product_forward, _product_backward)
-
-
-def _einsum(precision, first: tuple[str, Array], second: tuple[str, Array], axes: str) -> Array:
-    if axes[0] not in first[0]:
-        first, second = second, first
-    equation = f"...{first[0]},...{second[0]}->...{axes}"
-    return jnp.einsum(equation, first[1], second[1], precision=precision)
 
 
 @jax.custom_vjp
@@ -61,3 +73,22 @@ def _scale_rows_backward(residuals, d_y):
 
 
 scale_rows.defvjp(_scale_rows_forward, _scale_rows_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def for_each_chunk(x: Float[Array, "batch 1 *rest"], chunks: int):
+    """The same for every chunk. As in `scale_rows`, a product with ones sums the gradient."""
+    return jnp.broadcast_to(x, (x.shape[0], chunks, *x.shape[2:]))
+
+
+def _for_each_chunk_forward(x, chunks):
+    return for_each_chunk(x, chunks), None
+
+
+def _for_each_chunk_backward(chunks, _, d_y):
+    ones = jnp.ones((1, chunks), d_y.dtype)
+    sums = jnp.matmul(ones, d_y.reshape(len(d_y), chunks, -1), precision=jax.lax.Precision.HIGHEST)
+    return (sums.reshape(len(d_y), 1, *d_y.shape[2:]),)
+
+
+for_each_chunk.defvjp(_for_each_chunk_forward, _for_each_chunk_backward)

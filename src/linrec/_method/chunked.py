@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ from jaxtyping import Array, Float, Int
 from .._inputs import count, Inputs
 from .._transform import fold_vmap
 from .._varlen import Parts, plan_parts, Windows
-from ._chunk import Chunks, Effect, effect, in_small_blocks
+from ._chunk import Chunks, effect, in_small_blocks, Read, Write
+from ._products import Product
 from .base import AbstractMethod
 
 
@@ -131,30 +133,33 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
 
 def _run_ordinary(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
     """The output, the state after the chunks, and the states before each of them."""
-    does = effect(chunks)
-    h, before = _over_chunks(lambda h, does: (does.write(h), h), h, does)
-    return does.read(before), h, before
+    read, write = effect(chunks)
+    h, before = _over_chunks(lambda h, write: (write(h), h), h, write)
+    return read(before), h, before
 
 
 def _pull_back_ordinary(chunks: Chunks, before: Array, d_o: Array, d_h: Array):
     """From the states before the chunks. What they do by themselves is differentiated last."""
-    does, pull_back = jax.vjp(effect, chunks)
-    d_does, d_before = jax.vjp(Effect.read, does, before)[1](d_o)
+    (read, write), pull_back = jax.vjp(effect, chunks)
+    d_read, d_before = jax.vjp(Read.__call__, read, before)[1](d_o)
 
-    def pull_back_write(d_h, chunk):
-        does, before, d_before = chunk
-        d_does, d_h = jax.vjp(Effect.write, does, before)[1](d_h)
-        return d_h + d_before, d_does
+    def pull_back_state(d_h, chunk):
+        write, before, d_before = chunk
+        return jax.vjp(write, before)[1](d_h)[0] + d_before, d_h
 
-    d_h, d_writes = _over_chunks(pull_back_write, d_h, (does, before, d_before), reverse=True)
-    return pull_back(jax.tree.map(jnp.add, d_does, d_writes))[0], d_h
+    d_h, d_after = _over_chunks(pull_back_state, d_h, (write, before, d_before), reverse=True)
+    d_write, _ = jax.vjp(Write.__call__, write, before)[1](d_after)
+    return pull_back((d_read, d_write))[0], d_h
 
 
 def _over_chunks(function, carry, chunks, reverse: bool = False):
-    """`jax.lax.scan` over the second axis."""
-    first = lambda tree: jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tree)
-    carry, out = jax.lax.scan(function, carry, first(chunks), reverse=reverse)
-    return carry, jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), out)
+    """`jax.lax.scan` over the second axis, unrolled: they are few, and a loop would cost more."""
+    n = jax.tree.leaves(chunks)[0].shape[1]
+    order = range(n)[::-1] if reverse else range(n)
+    out = [None] * n
+    for c in order:
+        carry, out[c] = function(carry, jax.tree.map(operator.itemgetter((slice(None), c)), chunks))
+    return carry, jax.tree.map(lambda *x: jnp.stack(x, 1), *out)
 
 
 def _run_extreme(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
@@ -242,21 +247,26 @@ class _Walk(NamedTuple):
         def of_query_heads(x: Array) -> Array:
             return jnp.repeat(x, self.groups, axis=2) if self.groups > 1 else x
 
-        scalar = None
-        if g is not None:
-            scalar = g[..., None].astype(self.dtype)
+        of_tokens = [x for x in (g, gk, gv) if x is not None]
+        scalar = None if g is None else g[..., None].astype(self.dtype)
         if g_gamma is not None:
             fixed = g_gamma[:, None, :, None]
             shape = (*q.shape[:3], 1)
             scalar = jnp.broadcast_to(fixed, shape) if scalar is None else scalar + fixed
+        if scalar is not None:
+            scalar = ready(scalar)
+            if self.windows.whole and not of_tokens:  # then all chunks are alike
+                scalar = scalar[:, :1]
+        # What pays on a CPU: without gates, factors of products are tokens as they lie in memory.
+        copied = 64 if gk is not None or gv is not None else 0 if scalar is None else 128
         return Chunks(
             ready(q) * scale[:, None, None, None, None],
             of_query_heads(ready(k)),
             of_query_heads(ready(v)),
-            None if scalar is None else ready(scalar),
+            scalar,
             None if gk is None else ready(gk),
             None if gv is None else ready(gv),
-            self.precision,
+            Product(self.precision, copied),
         )
 
     def choose(self, chunks: Chunks, ordinary, extreme, *operands):

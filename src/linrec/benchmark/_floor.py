@@ -107,8 +107,11 @@ def _put(x: Array, new: Array, c: Array) -> Array:
 
 def _accumulate(h: Array, written: Array) -> tuple[Array, Array]:
     """The state after all chunks, and those before each of them."""
-    h, before = jax.lax.scan(lambda h, w: (h + w, h), h, jnp.moveaxis(written, 1, 0))
-    return h, jnp.moveaxis(before, 0, 1)
+    before = []
+    for c in range(written.shape[1]):
+        before.append(h)
+        h = h + written[:, c]
+    return h, jnp.stack(before, 1)
 
 
 def _dot(equation: str, x: Array, y: Array) -> Array:
