@@ -95,7 +95,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
         from_start = _from_start(between, chunks.g)
         decays = (jnp.exp(x) for x in (between[..., 0], from_start, _to_end(between)))
         if chunks.g.shape[1] == 1:
-            decays = (for_each_chunk(x, chunks.number) for x in decays)
+            decays = (jnp.asarray(for_each_chunk(x, chunks.number)) for x in decays)
         inside, from_start, to_end = decays
         scores = scores * inside
         q, k = scale_rows(q, from_start), scale_rows(k, to_end)
