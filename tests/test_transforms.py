@@ -194,12 +194,18 @@ def test_export():
 
 @pytest.mark.usefixtures("no_type_checks")  # they know numbers only
 def test_export_of_any_batch():
-    f = jax.jit(lambda q: linrec.recurrent(q, q, q, gk=-q))
+    def loss(q, g_gamma):
+        o, _ = linrec.recurrent(q, q, q, g_gamma=g_gamma, gk=-q)
+        return jnp.sum(o**2)
+
+    f = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
     (batch,) = jax.export.symbolic_shape("batch")
     q = jax.random.uniform(jax.random.key(0), (3, 20, 2, 5), jnp.float32)
-    exported = jax.export.export(f)(jax.ShapeDtypeStruct((batch, *q.shape[1:]), q.dtype))
-    for actual, expected in zip(exported.call(q), f(q), strict=True):
-        assert relative_error(actual, expected) < 1e-6
+    g_gamma = jnp.array([-0.1, -0.3], jnp.float32)
+    exported = jax.export.export(f)(jax.ShapeDtypeStruct((batch, *q.shape[1:]), q.dtype), g_gamma)
+    actual, expected = exported.call(q, g_gamma), f(q, g_gamma)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert relative_error(x, y) < 1e-6
 
 
 def test_export_of_packed():

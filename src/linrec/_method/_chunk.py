@@ -94,7 +94,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
         between = _sums_between(chunks.g)
         from_start = _from_start(between, chunks.g)
         decays = (jnp.exp(x) for x in (between[..., 0], from_start, _to_end(between)))
-        if chunks.g.shape[1] == 1:
+        if chunks.g.shape[1] < chunks.number:
             decays = (jnp.asarray(for_each_chunk(x, chunks.number)) for x in decays)
         inside, from_start, to_end = decays
         scores = scores * inside

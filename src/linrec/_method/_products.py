@@ -87,8 +87,9 @@ def _for_each_chunk_forward(x, chunks):
 
 def _for_each_chunk_backward(chunks, _, d_y):
     ones = jnp.ones((1, chunks), d_y.dtype)
-    sums = jnp.matmul(ones, d_y.reshape(len(d_y), chunks, -1), precision=jax.lax.Precision.HIGHEST)
-    return (sums.reshape(len(d_y), 1, *d_y.shape[2:]),)
+    B, _, *rest = d_y.shape
+    d_x = jnp.matmul(ones, d_y.reshape(B, chunks, -1), precision=jax.lax.Precision.HIGHEST)
+    return (d_x.reshape(B, 1, *rest),)
 
 
 for_each_chunk.defvjp(_for_each_chunk_forward, _for_each_chunk_backward)
