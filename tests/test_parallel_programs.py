@@ -77,9 +77,14 @@ def test_rows_and_heads_of_kernels_send_nothing(run, launches):
     assert compiled.count('custom_call_target="triton_kernel_call"') == launches
 
 
-def test_rows_and_heads_give_the_same():
+@pytest.mark.parametrize(
+    ("heads", "sizes"),
+    [("model", {}), (None, {"H": 2, "gates": ("g",)})],
+    ids=["heads", "one-key-head"],
+)
+def test_rows_and_heads_give_the_same(heads, sizes):
     mesh = make_mesh(data=2, model=2)
-    given_here = given(mesh, "data", None, "model")
+    given_here = given(mesh, "data", None, heads, **sizes)
     key = jax.random.key(0)
     arguments = {
         name: -jnp.abs(jax.random.normal(key, x.shape, x.dtype)) / 8

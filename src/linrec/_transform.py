@@ -118,18 +118,20 @@ def _by_device(function):
             """Axes of one name are split alike: what is known of one array is passed to others."""
             del mesh
             fresh = (f"axis{i}" for i in itertools.count())
+            groups = {"group": heads // kv_heads} if heads > kv_heads > 1 else {}
+            query_head = "(head group)" if groups else "group"  # a factor of 1 is none
 
             def axes(x, in_rows=True):
                 names = [next(fresh) for _ in x.shape]
                 if in_rows:
                     names[0] = "batch"
                     if len(names) > 2:
-                        names[2] = "head" if x.shape[2] == kv_heads else "(head group)"
+                        names[2] = "head" if x.shape[2] == kv_heads else query_head
                 return " ".join(names)
 
             arguments = (axes(x, i < len(leaves)) for i, x in enumerate(arguments))
             text = f"{', '.join(arguments)} -> {', '.join(map(axes, results))}"
-            return text, {"group": heads // kv_heads} if heads > kv_heads else {}
+            return text, groups
 
         call.def_partition(partition, sharding_rule=rule)
         return call(leaves, shared)
