@@ -193,7 +193,9 @@ class _Walk(NamedTuple):
         chunks = 1
         if cu_seqlens is None and isinstance(B, int):  # not so in `jax.export` of any batch
             state = math.prod(rows.initial_state.shape)
-            most = max(1, min(_MOST_CHUNKS, _MOST_NUMBERS // state, T // size))
+            # Chunks are unrolled. With gates of keys and of values, XLA would be at it for long.
+            most = 2 if rows.gk is not None and rows.gv is not None else _MOST_CHUNKS
+            most = max(1, min(most, _MOST_NUMBERS // state, T // size))
             parts = -(-T // (size * most))
             chunks = min(most, -(-T // (size * parts)))
         return _Walk(
