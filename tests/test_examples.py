@@ -11,15 +11,20 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(name: str, *arguments: str, folder: Path) -> str:
-    """What it prints. As a user would, and with what `conftest.py` puts into the environment."""
-    finished = subprocess.run(
+def start(name: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """As a user would, and with what `conftest.py` puts into the environment."""
+    return subprocess.run(
         [sys.executable, str(EXAMPLES / name), *arguments],
         cwd=folder,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def run(name: str, *arguments: str, folder: Path) -> str:
+    """What it prints."""
+    finished = start(name, *arguments, folder=folder)
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
 
@@ -84,7 +89,6 @@ def test_long_context(tmp_path):
         ("generate.py a-file", "no checkpoint of `train_lm.py` in a-file"),
         ("recall.py --pairs 100 --symbols 16", "100 pairs need as many different keys"),
         ("recall.py --output a-file/plot", "argument --output: "),
-        ("train_parallel.py --seq-shards 3", "8 devices cannot be dealt out to 3 evenly"),
     ],
 )
 def test_wrong_arguments(command, complaint, tmp_path, monkeypatch, capsys):
@@ -98,3 +102,11 @@ def test_wrong_arguments(command, complaint, tmp_path, monkeypatch, capsys):
         runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     assert stopped.value.code != 0
     assert complaint in capsys.readouterr().err + str(stopped.value)
+
+
+def test_wrong_number_of_devices(tmp_path):
+    """How many there are is set when JAX starts, so that this needs a process of its own."""
+    finished = start("train_parallel.py", "--seq-shards", "3", folder=tmp_path)
+    assert finished.returncode != 0
+    assert "8 devices cannot be dealt out to 3 evenly" in finished.stderr
+    assert "Traceback" not in finished.stderr
