@@ -96,8 +96,8 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
         decays = (jnp.exp(x) for x in (between[..., 0], from_start, _to_end(between)))
         if chunks.g.shape[1] < chunks.number:
             decays = (jnp.asarray(for_each_chunk(x, chunks.number)) for x in decays)
-        inside, from_start, to_end = decays
-        scores = scores * inside
+        of_pairs, from_start, to_end = decays
+        scores = scores * of_pairs
         q, k = scale_rows(q, from_start), scale_rows(k, to_end)
         decay = jnp.broadcast_to(from_start[..., -1:, :], (*k.shape[:-2], k.shape[-1], 1))
     scores = jnp.tril(scores)
