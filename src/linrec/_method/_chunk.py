@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._inputs import vary_alike
 from ._products import for_each_chunk, Product, scale_rows
 
 
@@ -24,15 +23,15 @@ _SMALL = 16
 
 
 class Chunks(eqx.Module):
-    """Consecutive chunks of one sequence, ready for matrix products."""
+    """Consecutive chunks of one sequence, tokens first, as they lie in memory."""
 
-    q: Float[Array, "batch chunks heads chunk key"]
-    k: Float[Array, "batch chunks heads chunk key"]
-    v: Float[Array, "batch chunks heads chunk value"]
-    g: Float[Array, "batch chunks_or_1 heads chunk 1"] | None
+    q: Float[Array, "batch chunks chunk heads key"]
+    k: Float[Array, "batch chunks chunk heads key"]
+    v: Float[Array, "batch chunks chunk heads value"]
+    g: Float[Array, "batch chunks_or_1 chunk heads 1"] | None
     """Of one chunk, if it is the same for all."""
-    gk: Float[Array, "batch chunks heads chunk key"] | None
-    gv: Float[Array, "batch chunks heads chunk value"] | None
+    gk: Float[Array, "batch chunks chunk heads key"] | None
+    gv: Float[Array, "batch chunks chunk heads value"] | None
     product: Product = eqx.field(static=True)
 
     @property
@@ -41,11 +40,11 @@ class Chunks(eqx.Module):
 
     def is_ordinary(self) -> Bool[Array, ""]:
         """Whether gates per channel are weak enough for `effect`."""
-
-        gates = [g for g in (self.g, self.gk, self.gv) if g is not None]
-        weak = [jnp.all(jnp.abs(g) < _ORDINARY_GATE / len(gates)) for g in gates]
-        reach = [jnp.max(jnp.sum(jnp.abs(g), -2)) for g in (self.gk, self.gv) if g is not None]
-        return jnp.stack(weak).all() & (jnp.stack(reach).max() < _ORDINARY)
+        gates = [(self.g, jnp.inf), (self.gk, _ORDINARY), (self.gv, _ORDINARY)]
+        gates = [(jnp.abs(g), reach) for g, reach in gates if g is not None]
+        weakest = _ORDINARY_GATE / len(gates)
+        ordinary = [(jnp.max(g, -3) < weakest) & (jnp.sum(g, -3) < reach) for g, reach in gates]
+        return jnp.stack([jnp.all(x) for x in ordinary]).all()
 
 
 class Read(eqx.Module):
@@ -81,18 +80,19 @@ class Write(eqx.Module):
 
 def effect(chunks: Chunks) -> tuple[Read, Write]:
     """Gates per channel as products of two factors, (5), gates per token as a matrix of decays."""
-    q, k, v = chunks.q, chunks.k, chunks.v
+    q, k, v = map(heads_first, (chunks.q, chunks.k, chunks.v))
     decay = decay_key = decay_value = after_read = None
     if chunks.gk is None:
         scores = chunks.product("ik,jk->ij", q, k)
     else:
-        sums = _cumulative(chunks.gk)
+        sums = heads_first(jnp.asarray(_cumulative(chunks.gk)))
         scores = jnp.asarray(_decayed_scores(chunks.product, q, k, sums))
         q, k = q * jnp.exp(sums), k * jnp.exp(-sums)
         decay_key = _column(jnp.exp(sums[..., -1:, :]))
     if chunks.g is not None:
-        between = _sums_between(chunks.g)
-        from_start = _from_start(between, chunks.g)
+        g = heads_first(chunks.g)
+        between = _sums_between(g)
+        from_start = _from_start(between, g)
         decays = (jnp.exp(x) for x in (between[..., 0], from_start, _to_end(between)))
         if chunks.g.shape[1] < chunks.number:
             decays = (jnp.asarray(for_each_chunk(x, chunks.number)) for x in decays)
@@ -104,7 +104,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
     if chunks.gv is None:
         inside = chunks.product("ij,jv->iv", scores, v)
     else:
-        sums = _cumulative(chunks.gv)
+        sums = heads_first(jnp.asarray(_cumulative(chunks.gv)))
         # As in `_decayed_scores`, what a token reads of itself has no decay in it.
         itself = _diagonal(scores)
         own = jnp.sum(jnp.where(itself, scores, 0), -1, keepdims=True) * v
@@ -147,16 +147,15 @@ _decayed_scores.defvjp(_decayed_scores_forward, _decayed_scores_backward)
 
 def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
     """Cuts chunks into blocks, so that only those with extreme gates pay for them."""
-    B, n, H, C, _ = chunks.q.shape
+    B, n, C, H, _ = chunks.q.shape
     width = min(C, _SMALL)
 
     def cut(x: Array) -> Array:
-        x = x.reshape(B, n, H, C // width, width, -1)
-        return x.transpose(1, 3, 0, 2, 4, 5).reshape(-1, B, 1, H, width, x.shape[-1])
+        return x.reshape(B, -1, 1, width, H, x.shape[-1]).swapaxes(0, 1)
 
     def factorised(block: Chunks, h: Array) -> tuple[Array, Array]:
         read, write = effect(block)
-        return read(h), write(h)
+        return heads_last(read(h)), write(h)
 
     @jax.checkpoint
     def body(h, block):
@@ -167,16 +166,16 @@ def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
         o, h_next = _explicit(chunks, h[:, None])
         return o, h_next[:, 0]
     h, o = jax.lax.scan(body, h[:, None], jax.tree.map(cut, chunks))
-    o = o.reshape(n, C // width, B, H, width, -1).transpose(2, 0, 3, 1, 4, 5)
-    return o.reshape(B, n, H, C, -1), h[:, 0]
+    return o.swapaxes(0, 1).reshape(B, n, C, H, -1), h[:, 0]
 
 
 def _explicit(chunks: Chunks, h: Array) -> tuple[Array, Array]:
     """Every decay by itself, from sums of the gates between two tokens: exact for any gate."""
-    q, k, v = chunks.q, chunks.k, chunks.v
-    over_key = chunks.gk
-    if chunks.g is not None:
-        over_key = chunks.g if over_key is None else chunks.g + over_key
+    q, k, v, g, gk, gv = (
+        None if x is None else heads_first(x)
+        for x in (chunks.q, chunks.k, chunks.v, chunks.g, chunks.gk, chunks.gv)
+    )
+    over_key = gk if g is None else g if gk is None else g + gk
     decayed_q, decayed_k = q, k
     pairs = q[..., :, None, :] * k[..., None, :, :]
     if over_key is not None:
@@ -191,14 +190,14 @@ def _explicit(chunks: Chunks, h: Array) -> tuple[Array, Array]:
     scores = jnp.tril(jnp.sum(pairs, -1))[..., None]
     writes = scores * v[..., None, :, :]
     past = chunks.product("ik,kv->iv", decayed_q, h)
-    if chunks.gv is not None:
-        between = _sums_between(chunks.gv)
-        from_start = _from_start(between, chunks.gv)
+    if gv is not None:
+        between = _sums_between(gv)
+        from_start = _from_start(between, gv)
         writes = writes * jnp.exp(between)
         past = past * jnp.exp(from_start)
         v = v * jnp.exp(_to_end(between))
         h_next = h_next * jnp.exp(from_start[..., -1:, :])
-    o = jnp.sum(writes, -2) + past
+    o = heads_last(jnp.sum(writes, -2) + past)
     return o, h_next + chunks.product("jk,jv->kv", decayed_k, v)
 
 
@@ -238,11 +237,41 @@ def _to_end(between: Array) -> Float[Array, "*rows chunk x"]:
     return between[..., -1, :, :]
 
 
-def _cumulative(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk x"]:
-    """Cumulative sums, by a product: XLA is slow at them on CPUs."""
-    C = g.shape[-2]
-    causal = jnp.broadcast_to(jnp.tril(jnp.ones((C, C), g.dtype)), (*g.shape[:-2], C, C))
-    return Product(jax.lax.Precision.HIGHEST)("ij,jx->ix", *vary_alike((causal, g)))
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _cumulative(g: Float[Array, "*rows chunk heads x"], reverse: bool = False):
+    """Sums of blocks, and inside of them: XLA is slow at `jnp.cumsum` on CPUs."""
+    C = g.shape[-3]
+    width = 1 << (C.bit_length() - 1) // 2
+    inside = _sum_until(g.reshape(*g.shape[:-3], C // width, width, *g.shape[-2:]), -3, reverse)
+    blocks = inside[..., :1, :, :] if reverse else inside[..., -1:, :, :]
+    return (inside + (_sum_until(blocks, -4, reverse) - blocks)).reshape(g.shape)
+
+
+def _cumulative_forward(g, reverse):
+    return _cumulative(g, reverse), None
+
+
+def _cumulative_backward(reverse, _, d_sums):
+    return (_cumulative(d_sums, not reverse),)
+
+
+_cumulative.defvjp(_cumulative_forward, _cumulative_backward)
+
+
+def _sum_until(x: Array, axis: int, reverse: bool) -> Array:
+    """As `jnp.cumsum`, one by one: for few."""
+    axis, n = x.ndim + axis, x.shape[axis]
+    window, padding = [1] * x.ndim, [(0, 0)] * x.ndim
+    window[axis], padding[axis] = n, (0, n - 1) if reverse else (n - 1, 0)
+    return jax.lax.reduce_window(x, x.dtype.type(0), jax.lax.add, window, [1] * x.ndim, padding)
+
+
+def heads_first(x: Float[Array, "*rows chunk heads x"]) -> Float[Array, "*rows heads chunk x"]:
+    return x.swapaxes(-3, -2)
+
+
+def heads_last(x: Float[Array, "*rows heads chunk x"]) -> Float[Array, "*rows chunk heads x"]:
+    return x.swapaxes(-3, -2)
 
 
 def _diagonal(x: Float[Array, "*rows chunk chunk"]) -> Bool[Array, "*rows chunk chunk"]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from .._inputs import count, Inputs
 from .._transform import fold_vmap
 from .._varlen import Parts, plan_parts, Windows
-from ._chunk import Chunks, effect, in_small_blocks, Read, Write
+from ._chunk import Chunks, effect, heads_first, heads_last, in_small_blocks, Read, Write
 from ._products import Product
 from .base import AbstractMethod
 
@@ -135,13 +135,13 @@ def _run_ordinary(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
     """The output, the state after the chunks, and the states before each of them."""
     read, write = effect(chunks)
     h, before = _over_chunks(lambda h, write: (write(h), h), h, write)
-    return read(before), h, before
+    return heads_last(read(before)), h, before
 
 
 def _pull_back_ordinary(chunks: Chunks, before: Array, d_o: Array, d_h: Array):
     """From the states before the chunks. What they do by themselves is differentiated last."""
     (read, write), pull_back = jax.vjp(effect, chunks)
-    d_read, d_before = jax.vjp(Read.__call__, read, before)[1](d_o)
+    d_read, d_before = jax.vjp(Read.__call__, read, before)[1](heads_first(d_o))
 
     def pull_back_state(d_h, chunk):
         write, before, d_before = chunk
@@ -231,23 +231,23 @@ class _Walk(NamedTuple):
         valid = self.in_time(self.windows.valid(c, x.ndim))
         return jnp.where(valid, x, jnp.zeros_like(x))
 
-    def cut(self, x: Float[Array, "batch seq heads x"]) -> Float[Array, "batch n heads chunk x"]:
+    def cut(self, x: Float[Array, "batch seq heads x"]) -> Float[Array, "batch n chunk heads x"]:
         B, _, H, X = x.shape
-        return x.reshape(B, self.chunks, -1, H, X).swapaxes(2, 3)
+        return x.reshape(B, self.chunks, -1, H, X)
 
-    def join(self, x: Float[Array, "batch n heads chunk x"]) -> Float[Array, "batch seq heads x"]:
-        B, _, H, _, X = x.shape
-        return x.swapaxes(2, 3).reshape(B, -1, H, X)
+    def join(self, x: Float[Array, "batch n chunk heads x"]) -> Float[Array, "batch seq heads x"]:
+        B, _, _, H, X = x.shape
+        return x.reshape(B, -1, H, X)
 
     def prepare(self, c: Int[Array, ""], tokens, g_gamma, scale) -> Chunks:
-        """Heads first, float32, nothing to mask, one head of everything for each query head."""
+        """Cut, float32, nothing to mask, one head of everything for each query head."""
         q, k, v, g, gk, gv = tokens
 
         def ready(x: Array) -> Array:
             return self.cut(self.mask(x.astype(self.dtype), c))
 
         def of_query_heads(x: Array) -> Array:
-            return jnp.repeat(x, self.groups, axis=2) if self.groups > 1 else x
+            return jnp.repeat(x, self.groups, axis=3) if self.groups > 1 else x
 
         of_tokens = [x for x in (g, gk, gv) if x is not None]
         scalar = None if g is None else g[..., None].astype(self.dtype)
