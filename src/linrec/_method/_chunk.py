@@ -86,8 +86,9 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
         scores = chunks.product("ik,jk->ij", q, k)
     else:
         sums = heads_first(jnp.asarray(_cumulative(chunks.gk)))
-        scores = jnp.asarray(_decayed_scores(chunks.product, q, k, sums))
-        q, k = q * jnp.exp(sums), k * jnp.exp(-sums)
+        decayed_q, decayed_k = q * jnp.exp(sums), k * jnp.exp(-sums)
+        scores = jnp.asarray(_decayed_scores(chunks.product, q, k, decayed_q, decayed_k))
+        q, k = decayed_q, decayed_k
         decay_key = _column(jnp.exp(sums[..., -1:, :]))
     if chunks.g is not None:
         g = heads_first(chunks.g)
@@ -118,28 +119,27 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _decayed_scores(product, q, k, sums) -> Array:
+def _decayed_scores(product, q, k, decayed_q, decayed_k) -> Array:
     """(q_i e^A_i) . (k_j e^-A_j): equation (5). Its gradient leaves i = j out of the gates.
 
     There is no decay in what a token reads of itself: its two halves in the gradient cancel, but on
     paper only. Under strong decay their rounding errors would be all that is left.
     """
-    return product("ik,jk->ij", q * jnp.exp(sums), k * jnp.exp(-sums))
+    return product("ik,jk->ij", decayed_q, decayed_k)
 
 
-def _decayed_scores_forward(product, q, k, sums):
-    return _decayed_scores(product, q, k, sums), (q, k, sums)
+def _decayed_scores_forward(product, *factors):
+    return _decayed_scores(product, *factors), factors
 
 
-def _decayed_scores_backward(product, residuals, d_scores):
-    q, k, sums = residuals
-    grow, shrink = jnp.exp(sums), jnp.exp(-sums)
+def _decayed_scores_backward(product, factors, d_scores):
+    q, k, decayed_q, decayed_k = factors
     itself = _diagonal(d_scores)
     d_own = jnp.sum(jnp.where(itself, d_scores, 0), -1, keepdims=True)
     d_others = jnp.where(itself, 0, d_scores)
-    d_q = grow * product("ij,jk->ik", d_others, k * shrink)
-    d_k = shrink * product("ij,ik->jk", d_others, q * grow)
-    return d_q + d_own * k, d_k + d_own * q, q * d_q - k * d_k
+    d_decayed_q = product("ij,jk->ik", d_others, decayed_k)
+    d_decayed_k = product("ij,ik->jk", d_others, decayed_q)
+    return d_own * k, d_own * q, d_decayed_q, d_decayed_k
 
 
 _decayed_scores.defvjp(_decayed_scores_forward, _decayed_scores_backward)

@@ -29,10 +29,8 @@ class Product(NamedTuple):
             first, second = second, first
         (x_axes, x), (y_axes, y) = first, second
         if x_axes[1] == axes[0] and x.shape[-1] <= self.copied:
-            # Without barriers XLA takes the transpose into the product again, and what comes before
-            # into the transpose, where it is not vectorised.
-            x = jax.lax.optimization_barrier(x).swapaxes(-1, -2)
-            x_axes, x = x_axes[::-1], jax.lax.optimization_barrier(x)
+            # Without the barrier XLA takes the transpose into the product again.
+            x_axes, x = x_axes[::-1], jax.lax.optimization_barrier(x.swapaxes(-1, -2))
         equation = f"...{x_axes},...{y_axes}->...{axes}"
         return jnp.einsum(equation, x, y, precision=self.precision)
 
