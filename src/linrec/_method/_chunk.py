@@ -81,7 +81,7 @@ class Write(eqx.Module):
 def effect(chunks: Chunks) -> tuple[Read, Write]:
     """Gates per channel as products of two factors, (5), gates per token as a matrix of decays."""
     q, k, v = map(heads_first, (chunks.q, chunks.k, chunks.v))
-    decay = decay_key = decay_value = after_read = None
+    decay = decay_key = decay_value = after_read = to_end = None
     if chunks.gk is None:
         scores = chunks.product("ik,jk->ij", q, k)
     else:
@@ -99,7 +99,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
             decays = (jnp.asarray(for_each_chunk(x, chunks.number)) for x in decays)
         of_pairs, from_start, to_end = decays
         scores = scores * of_pairs
-        q, k = scale_rows(q, from_start), scale_rows(k, to_end)
+        q = scale_rows(q, from_start)
         decay = jnp.broadcast_to(from_start[..., -1:, :], (*k.shape[:-2], k.shape[-1], 1))
     scores = jnp.tril(scores)
     if chunks.gv is None:
@@ -113,7 +113,8 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
         others = chunks.product("ij,jv->iv", jnp.where(itself, 0, scores), v)
         inside = others * after_read + own
         decay_value = jnp.exp(sums[..., -1:, :])
-    written = chunks.product("jk,jv->kv", k, v)
+    # Of the two factors of what is written, values are the one that is not transposed.
+    written = chunks.product("jk,jv->kv", k, v if to_end is None else scale_rows(v, to_end))
     read = Read(inside, q, after_read, chunks.product)
     return read, Write(decay, written, decay_key, decay_value)
 
