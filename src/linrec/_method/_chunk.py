@@ -42,8 +42,8 @@ class Chunks(eqx.Module):
         """Whether gates per channel are weak enough for `effect`."""
         gates = [(self.g, jnp.inf), (self.gk, _ORDINARY), (self.gv, _ORDINARY)]
         gates = [(jnp.abs(g), reach) for g, reach in gates if g is not None]
-        weakest = _ORDINARY_GATE / len(gates)
-        ordinary = [(jnp.max(g, -3) < weakest) & (jnp.sum(g, -3) < reach) for g, reach in gates]
+        limit = _ORDINARY_GATE / len(gates)
+        ordinary = [(jnp.max(g, -3) < limit) & (jnp.sum(g, -3) < reach) for g, reach in gates]
         return jnp.stack([jnp.all(x) for x in ordinary]).all()
 
 

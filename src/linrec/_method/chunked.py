@@ -20,9 +20,10 @@ from .base import AbstractMethod
 
 
 # Chunks that are worked on at once: enough to keep a device busy, while the numbers of their states
-# fit into a cache.
+# fit into a cache, beside everything else: of that there is little without gates and gradients.
 _MOST_CHUNKS = 8
 _MOST_NUMBERS = 2**17
+_MOST_NUMBERS_ALONE = 2**19
 
 
 class Chunked(AbstractMethod):
@@ -80,7 +81,7 @@ def _fold_vmap(function, *args):
 
 def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_seqlens):
     """Walks the parts in order of time; the table holds the state each sequence has reached."""
-    walk = _Walk.plan(block, rows, cu_seqlens)
+    walk = _Walk.plan(block, rows, cu_seqlens, backward=keep_states)
     B, _, H, K, V = rows.initial_state.shape
     kept = (B, len(walk.windows) * walk.chunks, H, K, V)
     states = rows.zeros(kept, rows.state_dtype) if keep_states else None
@@ -102,7 +103,7 @@ def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_se
 def _backward(block: int, all_parts: bool, rows, cu_seqlens):
     """Walks the parts back; the table holds the gradient of the state each sequence has reached."""
     rows, states, d_output, d_final = rows
-    walk = _Walk.plan(block, rows, cu_seqlens)
+    walk = _Walk.plan(block, rows, cu_seqlens, backward=True)
     steps = walk.steps(all_parts)
 
     def body(i, carry):
@@ -187,15 +188,17 @@ class _Walk(NamedTuple):
     precision: jax.lax.Precision
 
     @staticmethod
-    def plan(block: int, rows: Inputs, cu_seqlens) -> "_Walk":
+    def plan(block: int, rows: Inputs, cu_seqlens, backward: bool) -> "_Walk":
         B, T, H, _ = rows.q.shape
         size = min(block, 1 << (T.bit_length() - 1))
         chunks = 1
         if cu_seqlens is None and isinstance(B, int):  # not so in `jax.export` of any batch
             state = math.prod(rows.initial_state.shape)
+            gates = any(x is not None for x in (rows.g, rows.g_gamma, rows.gk, rows.gv))
+            numbers = _MOST_NUMBERS if gates or backward else _MOST_NUMBERS_ALONE
             # Chunks are unrolled. With gates of keys and of values, XLA would be at it for long.
             most = 2 if rows.gk is not None and rows.gv is not None else _MOST_CHUNKS
-            most = max(1, min(most, _MOST_NUMBERS // state, T // size))
+            most = max(1, min(most, numbers // state, T // size))
             parts = -(-T // (size * most))
             chunks = min(most, -(-T // (size * parts)))
         return _Walk(
