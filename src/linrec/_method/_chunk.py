@@ -172,10 +172,8 @@ def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
 
 def _explicit(chunks: Chunks, h: Array) -> tuple[Array, Array]:
     """Every decay by itself, from sums of the gates between two tokens: exact for any gate."""
-    q, k, v, g, gk, gv = (
-        None if x is None else heads_first(x)
-        for x in (chunks.q, chunks.k, chunks.v, chunks.g, chunks.gk, chunks.gv)
-    )
+    q, k, v = map(heads_first, (chunks.q, chunks.k, chunks.v))
+    g, gk, gv = jax.tree.map(heads_first, (chunks.g, chunks.gk, chunks.gv))
     over_key = gk if g is None else g if gk is None else g + gk
     decayed_q, decayed_k = q, k
     pairs = q[..., :, None, :] * k[..., None, :, :]
