@@ -16,7 +16,7 @@ class Product(NamedTuple):
     """
 
     precision: jax.lax.Precision
-    copied: int = 64
+    copied: int
     """Columns up to which a factor that is to be transposed is copied first. The product is faster
     for it; the copy is slow where rows lie far apart."""
 
