@@ -1,5 +1,6 @@
 """What happens inside chunks. Equation numbers are those of the mathematics page."""
 
+import dataclasses
 from functools import partial
 
 import equinox as eqx
@@ -23,25 +24,41 @@ _SMALL = 16
 
 
 class Chunks(eqx.Module):
-    """Consecutive chunks of one sequence, tokens first, as they lie in memory."""
+    """Consecutive chunks of one sequence, as they lie in memory.
 
-    q: Float[Array, "batch chunks chunk heads key"]
-    k: Float[Array, "batch chunks chunk heads key"]
-    v: Float[Array, "batch chunks chunk heads value"]
-    g: Float[Array, "batch chunks_or_1 chunk heads 1"] | None
+    Cut only where they are worked on: cut before a branch, XLA would copy them for each side of it.
+    """
+
+    q: Float[Array, "batch seq heads key"]
+    k: Float[Array, "batch seq heads key"]
+    v: Float[Array, "batch seq heads value"]
+    g: Float[Array, "batch seq_or_chunk heads 1"] | None
     """Of one chunk, if it is the same for all."""
-    gk: Float[Array, "batch chunks chunk heads key"] | None
-    gv: Float[Array, "batch chunks chunk heads value"] | None
+    gk: Float[Array, "batch seq heads key"] | None
+    gv: Float[Array, "batch seq heads value"] | None
+    size: int = eqx.field(static=True)
+    """Tokens of a chunk."""
     product: Product = eqx.field(static=True)
 
     @property
     def number(self) -> int:
-        return self.q.shape[1]
+        return self.q.shape[1] // self.size
+
+    def cut(self, x: Float[Array, "batch seq heads x"]) -> Float[Array, "batch n chunk heads x"]:
+        B, _, H, X = x.shape
+        return x.reshape(B, -1, self.size, H, X)
+
+    def heads_first(self, x: Float[Array, "batch seq heads x"]):
+        return _swap_heads(self.cut(x))
+
+    def heads_last(self, x: Float[Array, "batch n heads chunk x"]):
+        B, _, H, _, X = x.shape
+        return _swap_heads(x).reshape(B, -1, H, X)
 
     def is_ordinary(self) -> Bool[Array, ""]:
         """Whether gates per channel are weak enough for `effect`."""
         gates = [(self.g, jnp.inf), (self.gk, _ORDINARY), (self.gv, _ORDINARY)]
-        gates = [(jnp.abs(g), reach) for g, reach in gates if g is not None]
+        gates = [(jnp.abs(self.cut(g)), reach) for g, reach in gates if g is not None]
         limit = _ORDINARY_GATE / len(gates)
         ordinary = [(jnp.max(g, -3) < limit) & (jnp.sum(g, -3) < reach) for g, reach in gates]
         return jnp.stack([jnp.all(x) for x in ordinary]).all()
@@ -80,22 +97,22 @@ class Write(eqx.Module):
 
 def effect(chunks: Chunks) -> tuple[Read, Write]:
     """Gates per channel as products of two factors, (5), gates per token as a matrix of decays."""
-    q, k, v = map(heads_first, (chunks.q, chunks.k, chunks.v))
+    q, k, v = map(chunks.heads_first, (chunks.q, chunks.k, chunks.v))
     decay = decay_key = decay_value = after_read = to_end = None
     if chunks.gk is None:
         scores = chunks.product("ik,jk->ij", q, k)
     else:
-        sums = heads_first(jnp.asarray(_cumulative(chunks.gk)))
+        sums = _swap_heads(jnp.asarray(_cumulative(chunks.cut(chunks.gk))))
         decayed_q, decayed_k = q * jnp.exp(sums), k * jnp.exp(-sums)
         scores = jnp.asarray(_decayed_scores(chunks.product, q, k, decayed_q, decayed_k))
         q, k = decayed_q, decayed_k
         decay_key = _column(jnp.exp(sums[..., -1:, :]))
     if chunks.g is not None:
-        g = heads_first(chunks.g)
+        g = chunks.heads_first(chunks.g)
         between = _sums_between(g)
         from_start = _from_start(between, g)
         decays = (jnp.exp(x) for x in (between[..., 0], from_start, _to_end(between)))
-        if chunks.g.shape[1] < chunks.number:
+        if g.shape[1] < chunks.number:
             decays = (jnp.asarray(for_each_chunk(x, chunks.number)) for x in decays)
         of_pairs, from_start, to_end = decays
         scores = scores * of_pairs
@@ -105,7 +122,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
     if chunks.gv is None:
         inside = chunks.product("ij,jv->iv", scores, v)
     else:
-        sums = heads_first(jnp.asarray(_cumulative(chunks.gv)))
+        sums = _swap_heads(jnp.asarray(_cumulative(chunks.cut(chunks.gv))))
         # As in `_decayed_scores`, what a token reads of itself has no decay in it.
         itself = _diagonal(scores)
         own = jnp.sum(jnp.where(itself, scores, 0), -1, keepdims=True) * v
@@ -148,32 +165,32 @@ _decayed_scores.defvjp(_decayed_scores_forward, _decayed_scores_backward)
 
 def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
     """Cuts chunks into blocks, so that only those with extreme gates pay for them."""
-    B, n, C, H, _ = chunks.q.shape
-    width = min(C, _SMALL)
+    width = min(chunks.size, _SMALL)
+    blocks = dataclasses.replace(chunks, size=width)
 
     def cut(x: Array) -> Array:
-        return x.reshape(B, -1, 1, width, H, x.shape[-1]).swapaxes(0, 1)
+        return blocks.cut(x).swapaxes(0, 1)
 
     def factorised(block: Chunks, h: Array) -> tuple[Array, Array]:
         read, write = effect(block)
-        return heads_last(read(h)), write(h)
+        return block.heads_last(read(h)), write(h)
 
     @jax.checkpoint
     def body(h, block):
         o, h = jax.lax.cond(block.is_ordinary(), factorised, _explicit, block, h)
         return h, o
 
-    if n * C == width:  # then it is known not to be ordinary
+    if chunks.q.shape[1] == width:  # then it is known not to be ordinary
         o, h_next = _explicit(chunks, h[:, None])
         return o, h_next[:, 0]
-    h, o = jax.lax.scan(body, h[:, None], jax.tree.map(cut, chunks))
-    return o.swapaxes(0, 1).reshape(B, n, C, H, -1), h[:, 0]
+    h, o = jax.lax.scan(body, h[:, None], jax.tree.map(cut, blocks))
+    return o.swapaxes(0, 1).reshape(*chunks.q.shape[:3], -1), h[:, 0]
 
 
 def _explicit(chunks: Chunks, h: Array) -> tuple[Array, Array]:
     """Every decay by itself, from sums of the gates between two tokens: exact for any gate."""
-    q, k, v = map(heads_first, (chunks.q, chunks.k, chunks.v))
-    g, gk, gv = jax.tree.map(heads_first, (chunks.g, chunks.gk, chunks.gv))
+    q, k, v = map(chunks.heads_first, (chunks.q, chunks.k, chunks.v))
+    g, gk, gv = jax.tree.map(chunks.heads_first, (chunks.g, chunks.gk, chunks.gv))
     over_key = gk if g is None else g if gk is None else g + gk
     decayed_q, decayed_k = q, k
     pairs = q[..., :, None, :] * k[..., None, :, :]
@@ -196,7 +213,7 @@ def _explicit(chunks: Chunks, h: Array) -> tuple[Array, Array]:
         past = past * jnp.exp(from_start)
         v = v * jnp.exp(_to_end(between))
         h_next = h_next * jnp.exp(from_start[..., -1:, :])
-    o = heads_last(jnp.sum(writes, -2) + past)
+    o = chunks.heads_last(jnp.sum(writes, -2) + past)
     return o, h_next + chunks.product("jk,jv->kv", decayed_k, v)
 
 
@@ -265,11 +282,7 @@ def _sum_until(x: Array, axis: int, reverse: bool) -> Array:
     return jax.lax.reduce_window(x, x.dtype.type(0), jax.lax.add, window, [1] * x.ndim, padding)
 
 
-def heads_first(x: Float[Array, "*rows chunk heads x"]) -> Float[Array, "*rows heads chunk x"]:
-    return x.swapaxes(-3, -2)
-
-
-def heads_last(x: Float[Array, "*rows heads chunk x"]) -> Float[Array, "*rows chunk heads x"]:
+def _swap_heads(x: Float[Array, "*rows chunk heads x"]) -> Float[Array, "*rows heads chunk x"]:
     return x.swapaxes(-3, -2)
 
 

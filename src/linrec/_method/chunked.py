@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from .._inputs import count, Inputs
 from .._transform import fold_vmap
 from .._varlen import Parts, plan_parts, Windows
-from ._chunk import Chunks, effect, heads_first, heads_last, in_small_blocks, Read, Write
+from ._chunk import Chunks, effect, in_small_blocks, Read, Write
 from ._products import Product
 from .base import AbstractMethod
 
@@ -93,7 +93,7 @@ def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_se
         o, h, before = walk.choose(chunks, _run_ordinary, _run_extreme, _at(table, n))
         if keep_states:
             states = _put(states, before, c * walk.chunks)
-        return walk.store(output, walk.join(o), c), _put(table, h[:, None], n), states
+        return walk.store(output, o, c), _put(table, h[:, None], n), states
 
     output = rows.zeros(rows.output_shape, rows.v.dtype)
     carry = (output, rows.initial_state, states)
@@ -119,7 +119,7 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
         before = jax.lax.dynamic_slice_in_dim(states, c * walk.chunks, walk.chunks, axis=1)
         d_o = walk.mask(walk.load(d_output, c), c).astype(rows.state_dtype)
         d_chunks, d_h = walk.choose(
-            chunks, _pull_back_ordinary, _pull_back_extreme, before, walk.cut(d_o), _at(d_table, n)
+            chunks, _pull_back_ordinary, _pull_back_extreme, before, d_o, _at(d_table, n)
         )
         from_chunks, d_gamma_n, d_scale_n = unprepare(d_chunks)
         d_tokens = jax.tree.map(lambda all, new: walk.store(all, new, c), d_tokens, from_chunks)
@@ -136,13 +136,13 @@ def _run_ordinary(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
     """The output, the state after the chunks, and the states before each of them."""
     read, write = effect(chunks)
     h, before = _over_chunks(lambda h, write: (write(h), h), h, write)
-    return heads_last(read(before)), h, before
+    return chunks.heads_last(read(before)), h, before
 
 
 def _pull_back_ordinary(chunks: Chunks, before: Array, d_o: Array, d_h: Array):
     """From the states before the chunks. What they do by themselves is differentiated last."""
     (read, write), pull_back = jax.vjp(effect, chunks)
-    d_read, d_before = jax.vjp(Read.__call__, read, before)[1](heads_first(d_o))
+    d_read, d_before = jax.vjp(Read.__call__, read, before)[1](chunks.heads_first(d_o))
 
     def pull_back_state(d_h, chunk):
         write, before, d_before = chunk
@@ -234,23 +234,16 @@ class _Walk(NamedTuple):
         valid = self.in_time(self.windows.valid(c, x.ndim))
         return jnp.where(valid, x, jnp.zeros_like(x))
 
-    def cut(self, x: Float[Array, "batch seq heads x"]) -> Float[Array, "batch n chunk heads x"]:
-        B, _, H, X = x.shape
-        return x.reshape(B, self.chunks, -1, H, X)
-
-    def join(self, x: Float[Array, "batch n chunk heads x"]) -> Float[Array, "batch seq heads x"]:
-        B, _, _, H, X = x.shape
-        return x.reshape(B, -1, H, X)
-
     def prepare(self, c: Int[Array, ""], tokens, g_gamma, scale) -> Chunks:
-        """Cut, float32, nothing to mask, one head of everything for each query head."""
+        """In float32, nothing to mask, one head of everything for each query head."""
         q, k, v, g, gk, gv = tokens
+        size = self.windows.size // self.chunks
 
         def ready(x: Array) -> Array:
-            return self.cut(self.mask(x.astype(self.dtype), c))
+            return self.mask(x.astype(self.dtype), c)
 
         def of_query_heads(x: Array) -> Array:
-            return jnp.repeat(x, self.groups, axis=3) if self.groups > 1 else x
+            return jnp.repeat(x, self.groups, axis=2) if self.groups > 1 else x
 
         of_tokens = [x for x in (g, gk, gv) if x is not None]
         scalar = None if g is None else g[..., None].astype(self.dtype)
@@ -261,16 +254,17 @@ class _Walk(NamedTuple):
         if scalar is not None:
             scalar = ready(scalar)
             if self.windows.whole and not of_tokens:  # then all chunks are alike
-                scalar = scalar[:, :1]
+                scalar = scalar[:, :size]
         # What pays on a CPU: without gates, factors of products are tokens as they lie in memory.
         copied = 64 if gk is not None or gv is not None else 0 if scalar is None else 128
         return Chunks(
-            ready(q) * scale[:, None, None, None, None],
+            ready(q) * scale[:, None, None, None],
             of_query_heads(ready(k)),
             of_query_heads(ready(v)),
             scalar,
             None if gk is None else ready(gk),
             None if gv is None else ready(gv),
+            size,
             Product(self.precision, copied),
         )
 
