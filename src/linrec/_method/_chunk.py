@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ._products import for_each_chunk, Product, scale_rows
+from ._products import for_each_chunk, Product, scale_rows, sum_rows
 
 
 # While the log-decays of a block sum up to less than this, factors e^A and e^-A are exact to
@@ -90,8 +90,29 @@ class Write(eqx.Module):
     decay_value: Float[Array, "*chunks heads 1 value"] | None
 
     def __call__(self, h: Float[Array, "*chunks heads key value"]) -> Array:
-        h = (h if self.decay is None else scale_rows(h, self.decay)) + self.written
-        h = h if self.decay_key is None else scale_rows(h, self.decay_key)
+        h = h if self.decay is None else h * self.decay
+        return self._decayed(h + self.written)
+
+    def transposed(self, d_after: Float[Array, "*chunks heads key value"]) -> Array:
+        """The gradient of the states before, from that of the states after."""
+        d_h = self._decayed(d_after)
+        return d_h if self.decay is None else d_h * self.decay
+
+    def gradient(self, before: Array, after: Array | None, d_after: Array) -> "Write":
+        """From states that are known: what was written need not be computed again, (6)."""
+        d_written = self._decayed(d_after)
+        at_end = None if after is None else after * d_after
+        return Write(
+            None if self.decay is None else sum_rows(before * d_written),
+            d_written,
+            None if self.decay_key is None else sum_rows(at_end) / self.decay_key,
+            None
+            if self.decay_value is None
+            else jnp.sum(at_end, -2, keepdims=True) / self.decay_value,
+        )
+
+    def _decayed(self, h: Array) -> Array:
+        h = h if self.decay_key is None else h * self.decay_key
         return h if self.decay_value is None else h * self.decay_value
 
 
@@ -124,10 +145,9 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
     else:
         sums = _swap_heads(jnp.asarray(_cumulative(chunks.cut(chunks.gv))))
         # As in `_decayed_scores`, what a token reads of itself has no decay in it.
-        itself = _diagonal(scores)
-        own = jnp.sum(jnp.where(itself, scores, 0), -1, keepdims=True) * v
+        own = _diagonal(scores) * v
         after_read, v = jnp.exp(sums), v * jnp.exp(-sums)
-        others = chunks.product("ij,jv->iv", jnp.where(itself, 0, scores), v)
+        others = chunks.product("ij,jv->iv", jnp.tril(scores, -1), v)
         inside = others * after_read + own
         decay_value = jnp.exp(sums[..., -1:, :])
     # Of the two factors of what is written, values are the one that is not transposed.
@@ -152,9 +172,8 @@ def _decayed_scores_forward(product, *factors):
 
 def _decayed_scores_backward(product, factors, d_scores):
     q, k, decayed_q, decayed_k = factors
-    itself = _diagonal(d_scores)
-    d_own = jnp.sum(jnp.where(itself, d_scores, 0), -1, keepdims=True)
-    d_others = jnp.where(itself, 0, d_scores)
+    d_own = _diagonal(d_scores)
+    d_others = jnp.tril(d_scores, -1)
     d_decayed_q = product("ij,jk->ik", d_others, decayed_k)
     d_decayed_k = product("ij,ik->jk", d_others, decayed_q)
     return d_own * k, d_own * q, d_decayed_q, d_decayed_k
@@ -286,9 +305,9 @@ def _swap_heads(x: Float[Array, "*rows chunk heads x"]) -> Float[Array, "*rows h
     return x.swapaxes(-3, -2)
 
 
-def _diagonal(x: Float[Array, "*rows chunk chunk"]) -> Bool[Array, "*rows chunk chunk"]:
-    i, j = (jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - axis) for axis in (2, 1))
-    return i == j
+def _diagonal(x: Float[Array, "*rows chunk chunk"]) -> Float[Array, "*rows chunk 1"]:
+    *rows, C, _ = x.shape
+    return x.reshape(*rows, C * C)[..., :: C + 1, None]
 
 
 def _column(x: Float[Array, "*rows 1 key"]) -> Float[Array, "*rows key 1"]:

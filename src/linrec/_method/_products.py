@@ -56,9 +56,14 @@ def _product_backward(how, equation, residuals, d_z):
 _product.defvjp(_product_forward, _product_backward)
 
 
+def sum_rows(x: Float[Array, "*rows n x"]) -> Float[Array, "*rows n 1"]:
+    """A product with ones: XLA is slow at sums of rows on CPUs."""
+    return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision=jax.lax.Precision.HIGHEST)
+
+
 @jax.custom_vjp
 def scale_rows(x: Float[Array, "*rows n x"], factor: Float[Array, "*rows n 1"]):
-    """`x * factor`. A product with ones sums the gradient: XLA is slow at sums of rows on CPUs."""
+    """`x * factor`, with `sum_rows` in its gradient."""
     return x * factor
 
 
@@ -68,8 +73,7 @@ def _scale_rows_forward(x, factor):
 
 def _scale_rows_backward(residuals, d_y):
     x, factor = residuals
-    ones = jnp.ones((x.shape[-1], 1), x.dtype)
-    return d_y * factor, jnp.matmul(x * d_y, ones, precision=jax.lax.Precision.HIGHEST)
+    return d_y * factor, sum_rows(x * d_y)
 
 
 scale_rows.defvjp(_scale_rows_forward, _scale_rows_backward)
@@ -77,7 +81,7 @@ scale_rows.defvjp(_scale_rows_forward, _scale_rows_backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def for_each_chunk(x: Float[Array, "batch 1 *rest"], chunks: int):
-    """The same for every chunk. As in `scale_rows`, a product with ones sums the gradient."""
+    """The same for every chunk. As in `sum_rows`, a product with ones sums the gradient."""
     return jnp.broadcast_to(x, (x.shape[0], chunks, *x.shape[2:]))
 
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from .._inputs import count, Inputs
 from .._transform import fold_vmap
 from .._varlen import Parts, plan_parts, Windows
-from ._chunk import Chunks, effect, in_small_blocks, Read, Write
+from ._chunk import Chunks, effect, in_small_blocks, Read
 from ._products import Product
 from .base import AbstractMethod
 
@@ -63,12 +63,13 @@ def _run(block, rows, cu_seqlens):
 
 def _run_forward(block, rows, cu_seqlens):
     output, final_state, states = _fold_vmap(_forward, block, True)(rows, cu_seqlens)
-    return (output, final_state), (rows, states, cu_seqlens)
+    return (output, final_state), (rows, states, final_state, cu_seqlens)
 
 
 def _run_backward(block, residuals, cotangents):
-    rows, states, cu_seqlens = residuals
-    return _fold_vmap(_backward, block)((rows, states, *cotangents), cu_seqlens), None
+    rows, states, final_state, cu_seqlens = residuals
+    rows = (rows, states, final_state, *cotangents)
+    return _fold_vmap(_backward, block)(rows, cu_seqlens), None
 
 
 _run.defvjp(_run_forward, _run_backward)
@@ -101,13 +102,13 @@ def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_se
 
 
 def _backward(block: int, all_parts: bool, rows, cu_seqlens):
-    """Walks the parts back; the table holds the gradient of the state each sequence has reached."""
-    rows, states, d_output, d_final = rows
+    """Walks the parts back; tables hold the state each sequence has reached, and its gradient."""
+    rows, states, final_state, d_output, d_final = rows
     walk = _Walk.plan(block, rows, cu_seqlens, backward=True)
     steps = walk.steps(all_parts)
 
     def body(i, carry):
-        d_tokens, d_gamma, d_scale, d_table = carry
+        d_tokens, d_gamma, d_scale, d_table, table = carry
         c = steps - 1 - i
         n = walk.parts.sequence[c]
         chunks, unprepare = jax.vjp(
@@ -119,17 +120,29 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
         before = jax.lax.dynamic_slice_in_dim(states, c * walk.chunks, walk.chunks, axis=1)
         d_o = walk.mask(walk.load(d_output, c), c).astype(rows.state_dtype)
         d_chunks, d_h = walk.choose(
-            chunks, _pull_back_ordinary, _pull_back_extreme, before, d_o, _at(d_table, n)
+            chunks,
+            _pull_back_ordinary,
+            _pull_back_extreme,
+            before,
+            _at(table, n),
+            d_o,
+            _at(d_table, n),
         )
         from_chunks, d_gamma_n, d_scale_n = unprepare(d_chunks)
         d_tokens = jax.tree.map(lambda all, new: walk.store(all, new, c), d_tokens, from_chunks)
         if d_gamma is not None:
             d_gamma = _put(d_gamma, (_at(d_gamma, n) + d_gamma_n)[:, None], n)
-        return d_tokens, d_gamma, d_scale + d_scale_n, _put(d_table, d_h[:, None], n)
+        d_table = _put(d_table, d_h[:, None], n)
+        if table is not None:  # parts to spare have kept nothing
+            kept = walk.dense | (c < walk.parts.used)
+            table = _put(table, jnp.where(kept, before[:, :1], _at(table, n)[:, None]), n)
+        return d_tokens, d_gamma, d_scale + d_scale_n, d_table, table
 
     zeros_like = partial(jax.tree.map, lambda x: rows.zeros(x.shape, x.dtype))
-    carry = (*zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final)
-    return rows.gradient(*jax.lax.fori_loop(0, steps, body, carry))
+    # Gradients of gates per channel are the only ones to use it.
+    table = None if rows.gk is None and rows.gv is None else final_state
+    carry = (*zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final, table)
+    return rows.gradient(*jax.lax.fori_loop(0, steps, body, carry)[:-1])
 
 
 def _run_ordinary(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
@@ -139,18 +152,21 @@ def _run_ordinary(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
     return chunks.heads_last(read(before)), h, before
 
 
-def _pull_back_ordinary(chunks: Chunks, before: Array, d_o: Array, d_h: Array):
-    """From the states before the chunks. What they do by themselves is differentiated last."""
+def _pull_back_ordinary(chunks: Chunks, before: Array, h: Array | None, d_o: Array, d_h: Array):
+    """From the states before the chunks and the last one after them.
+
+    What the chunks do by themselves is differentiated last.
+    """
     (read, write), pull_back = jax.vjp(effect, chunks)
     d_read, d_before = jax.vjp(Read.__call__, read, before)[1](chunks.heads_first(d_o))
 
     def pull_back_state(d_h, chunk):
-        write, before, d_before = chunk
-        return jax.vjp(write, before)[1](d_h)[0] + d_before, d_h
+        write, d_before = chunk
+        return write.transposed(d_h) + d_before, d_h
 
-    d_h, d_after = _over_chunks(pull_back_state, d_h, (write, before, d_before), reverse=True)
-    d_write, _ = jax.vjp(Write.__call__, write, before)[1](d_after)
-    return pull_back((d_read, d_write))[0], d_h
+    d_h, d_after = _over_chunks(pull_back_state, d_h, (write, d_before), reverse=True)
+    after = None if h is None else jnp.concatenate([before[:, 1:], h[:, None]], 1)
+    return pull_back((d_read, write.gradient(before, after, d_after)))[0], d_h
 
 
 def _over_chunks(function, carry, chunks, reverse: bool = False):
@@ -169,7 +185,8 @@ def _run_extreme(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
     return o, h_next, jnp.stack([h] * chunks.number, 1)
 
 
-def _pull_back_extreme(chunks: Chunks, before: Array, d_o: Array, d_h: Array):
+def _pull_back_extreme(chunks: Chunks, before: Array, h: Array | None, d_o: Array, d_h: Array):
+    del h
     return jax.vjp(in_small_blocks, chunks, before[:, 0])[1]((d_o, d_h))
 
 
@@ -256,7 +273,7 @@ class _Walk(NamedTuple):
             if self.windows.whole and not of_tokens:  # then all chunks are alike
                 scalar = scalar[:, :size]
         # What pays on a CPU: without gates, factors of products are tokens as they lie in memory.
-        copied = 64 if gk is not None or gv is not None else 0 if scalar is None else 128
+        copied = 0 if gk is None and gv is None and scalar is None else 128
         return Chunks(
             ready(q) * scale[:, None, None, None],
             of_query_heads(ready(k)),
