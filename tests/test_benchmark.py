@@ -29,7 +29,7 @@ def test_speed(tmp_path):
     assert main(["speed", *TINY, *options, "--output", str(tmp_path)]) == 0
     records = read(tmp_path / "speed.json")
     names = {record["contestant"] for record in records}
-    assert names == {"lax.scan", "chunk scan", "products alone", "linrec chunked:16", "softmax"}
+    assert names == {"lax.scan", "chunk scan", "chunk floor", "linrec chunked:16", "softmax"}
     assert len(records) == 2 * len(names)
     for record in records:
         assert (record["problem"] is None) == (record.get("ms", 0) > 0)

@@ -10,7 +10,7 @@ import linrec
 
 from ._baselines import chunk_scan, plain_scan
 from ._cases import Case
-from ._floor import CHUNK, products
+from ._floor import CHUNK, chunk_floor
 from ._programs import compile_jax, Inputs, Program
 
 
@@ -39,7 +39,7 @@ CHUNK_SCAN = Contestant(
     lambda case: f"wants a multiple of {CHUNK} tokens" if case.length % CHUNK else None,
 )
 # No answer, but about what the chunk form costs at least.
-PRODUCTS = Contestant("products alone", products, CHUNK_SCAN.unsupported, same_maths=False)
+FLOOR = Contestant("chunk floor", chunk_floor, CHUNK_SCAN.unsupported, same_maths=False)
 
 
 METHODS: dict[str, Callable[..., linrec.AbstractMethod]] = {
@@ -65,7 +65,7 @@ def linrec_method(text: str, chunk_size: int | None = None) -> Contestant:
 
 def choose(methods: Sequence[str], peers: Sequence[str] | None) -> list[Contestant]:
     """`peers` are names, none for all of them, `None` for none of them."""
-    chosen = [BASELINE, CHUNK_SCAN, PRODUCTS, *map(linrec_method, methods)]
+    chosen = [BASELINE, CHUNK_SCAN, FLOOR, *map(linrec_method, methods)]
     if peers is None:
         return chosen
     from ._peers import PEERS

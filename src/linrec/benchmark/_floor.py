@@ -1,7 +1,9 @@
-"""The matrix products of the chunk form with nothing around them: about the least it costs in XLA.
+"""The least that the chunk form does: about what it costs in XLA, whoever writes it.
 
-No gates, no mask, and arrays taken as if they lay in memory the way products want them, transposed
-or not. So there is no right answer, only a time that an implementation can come near.
+Its matrix products, one pass over each matrix between two of them, and the exponentials of gates per
+channel. No sums of gates, no decays of states, no question whether gates are weak enough, and arrays
+taken as if they lay in memory the way products want them, transposed or not. So there is no right
+answer, only a time that an implementation can come near.
 """
 
 import math
@@ -17,57 +19,77 @@ from ._programs import Inputs
 CHUNK = 64
 
 
-def products(inputs: Inputs) -> Array:
+def chunk_floor(inputs: Inputs) -> Array:
     q, k, v = (inputs[name].astype(jnp.float32) for name in ("query", "key", "value"))
-    return _products(q, k, v).astype(inputs["value"].dtype)
+    return _run(q, k, v, inputs.get("gk"), inputs.get("gv")).astype(inputs["value"].dtype)
 
 
 @jax.custom_vjp
-def _products(q: Array, k: Array, v: Array) -> Array:
-    return _forward(q, k, v, keep_states=False)[0]
+def _run(q: Array, k: Array, v: Array, gk: Array | None, gv: Array | None) -> Array:
+    return _forward(q, k, v, gk, gv, keep_states=False)[0]
 
 
-def _forward(q: Array, k: Array, v: Array, keep_states: bool = True):
+def _forward(q: Array, k: Array, v: Array, gk, gv, keep_states: bool = True):
     parts = _Parts.of(q, v)
-    qs, ks, vs = map(parts.cut, (q, k, v))
+    arrays = parts.cut((q, k, v, gk, gv))
 
     def body(c, carry):
         output, h, states = carry
-        q, k, v = parts.rows(qs, c), parts.columns(ks, c), parts.rows(vs, c)
-        scores = _dot("ik,kj->ij", q, k)
+        qs, ks, vs, gks, gvs = parts.at(arrays, c)
+        q, v = parts.rows(_decay(qs, gks)), parts.rows(_grow(vs, gvs))
+        k = parts.columns(_grow(ks, gks))
+        scores = jnp.tril(_dot("ik,kj->ij", q, k))
         h, before = _accumulate(h, _dot("kj,jv->kv", k, v))
         o = _dot("ij,jv->iv", scores, v) + _dot("ik,kv->iv", q, before)
-        return _put(output, o, c), h, _put(states, before, c) if keep_states else None
+        output = _put(output, _decay(o.reshape(-1), gvs), c)
+        return output, h, _put(states, before, c) if keep_states else None
 
     h = jnp.zeros(parts.state, q.dtype)
     states = jnp.zeros((parts.number, parts.chunks * h.size), q.dtype) if keep_states else None
-    carry = (jnp.zeros_like(vs), h, states)
+    carry = (jnp.zeros_like(arrays[2]), h, states)
     output, _, states = jax.lax.fori_loop(0, parts.number, body, carry)
-    return output.reshape(v.shape), (q, k, v, states)
+    return output.reshape(v.shape), (q, k, v, gk, gv, states)
 
 
 def _backward(residuals, d_output: Array):
-    q, k, v, states = residuals
-    parts = _Parts.of(q, v)
-    qs, ks, vs, d_os = map(parts.cut, (q, k, v, d_output))
+    *inputs, states = residuals
+    parts = _Parts.of(inputs[0], inputs[2])
+    arrays, d_outputs = parts.cut((inputs, d_output))
 
     def body(i, carry):
-        d_qs, d_ks, d_vs, d_h = carry
+        gradients, d_h = carry
         c = parts.number - 1 - i
-        q, (k, v, d_o) = parts.columns(qs, c), (parts.rows(x, c) for x in (ks, vs, d_os))
+        (qs, ks, vs, gks, gvs), d_os = parts.at((arrays, d_outputs), c)
+        q = parts.columns(_decay(qs, gks))
+        k, v, d_o = map(parts.rows, (_grow(ks, gks), _grow(vs, gvs), _decay(d_os, gvs)))
         d_h, after = _accumulate(d_h, _dot("ki,iv->kv", q, d_o))
-        scores, d_scores = _dot("jk,ki->ji", k, q), _dot("iv,jv->ij", d_o, v)
+        scores = jnp.triu(_dot("jk,ki->ji", k, q))
+        d_scores = jnp.tril(_dot("iv,jv->ij", d_o, v))
         d_q = _dot("ij,jk->ik", d_scores, k) + _dot("iv,kv->ik", d_o, parts.states(states, c))
         d_k = _dot("ki,ij->kj", q, d_scores) + _dot("kv,jv->kj", after, v)
         d_v = _dot("ji,iv->jv", scores, d_o) + _dot("jk,kv->jv", k, after)
-        return _put(d_qs, d_q, c), _put(d_ks, d_k, c), _put(d_vs, d_v, c), d_h
+        d_q, d_k, d_v = (x.reshape(-1) for x in (d_q, d_k, d_v))
+        d_q, d_k, d_v = _decay(d_q, gks), _grow(d_k, gks), _grow(d_v, gvs)
+        d_gk = None if gks is None else qs * d_q - ks * d_k
+        d_gv = None if gvs is None else d_os - vs * d_v
+        new = (d_q, d_k, d_v, d_gk, d_gv)
+        return jax.tree.map(lambda all, x: _put(all, x, c), gradients, new), d_h
 
-    carry = (*map(jnp.zeros_like, (qs, ks, vs)), jnp.zeros(parts.state, q.dtype))
-    d_q, d_k, d_v, _ = jax.lax.fori_loop(0, parts.number, body, carry)
-    return d_q.reshape(q.shape), d_k.reshape(k.shape), d_v.reshape(v.shape)
+    zeros = jax.tree.map(jnp.zeros_like, tuple(arrays))
+    carry = (zeros, jnp.zeros(parts.state, d_output.dtype))
+    gradients, _ = jax.lax.fori_loop(0, parts.number, body, carry)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), gradients, tuple(inputs))
 
 
-_products.defvjp(_forward, _backward)
+_run.defvjp(_forward, _backward)
+
+
+def _decay(x: Array, g: Array | None) -> Array:
+    return x if g is None else x * jnp.exp(g)
+
+
+def _grow(x: Array, g: Array | None) -> Array:
+    return x if g is None else x * jnp.exp(-g)
 
 
 class _Parts(NamedTuple):
@@ -84,21 +106,25 @@ class _Parts(NamedTuple):
         chunks = math.gcd(T // CHUNK, max(1, min(8, 2**17 // math.prod(state))))
         return _Parts(T // CHUNK // chunks, chunks, state)
 
-    def cut(self, x: Array) -> Array:
-        return x.reshape(self.number, -1)
+    def cut(self, arrays):
+        return jax.tree.map(lambda x: x.reshape(self.number, -1), arrays)
 
-    def _at(self, x: Array, c: Array, *shape: int) -> Array:
+    def at(self, arrays, c: Array):
+        take = lambda x: jax.lax.dynamic_index_in_dim(x, c, keepdims=False)
+        return jax.tree.map(take, arrays)
+
+    def _matrices(self, x: Array, *shape: int) -> Array:
         B, H, *_ = self.state
-        return jax.lax.dynamic_index_in_dim(x, c).reshape(B, self.chunks, H, *shape)
+        return x.reshape(B, self.chunks, H, *shape)
 
-    def rows(self, x: Array, c: Array) -> Array:
-        return self._at(x, c, CHUNK, -1)
+    def rows(self, x: Array) -> Array:
+        return self._matrices(x, CHUNK, -1)
 
-    def columns(self, x: Array, c: Array) -> Array:
-        return self._at(x, c, -1, CHUNK)
+    def columns(self, x: Array) -> Array:
+        return self._matrices(x, -1, CHUNK)
 
     def states(self, x: Array, c: Array) -> Array:
-        return self._at(x, c, *self.state[2:])
+        return self._matrices(self.at(x, c), *self.state[2:])
 
 
 def _put(x: Array, new: Array, c: Array) -> Array:
