@@ -90,29 +90,32 @@ class Write(eqx.Module):
     decay_value: Float[Array, "*chunks heads 1 value"] | None
 
     def __call__(self, h: Float[Array, "*chunks heads key value"]) -> Array:
-        h = h if self.decay is None else h * self.decay
+        h = h if self.decay is None else scale_rows(h, self.decay)
         return self._decayed(h + self.written)
 
     def transposed(self, d_after: Float[Array, "*chunks heads key value"]) -> Array:
         """The gradient of the states before, from that of the states after."""
         d_h = self._decayed(d_after)
-        return d_h if self.decay is None else d_h * self.decay
+        return d_h if self.decay is None else scale_rows(d_h, self.decay)
 
     def gradient(self, before: Array, after: Array | None, d_after: Array) -> "Write":
-        """From states that are known: what was written need not be computed again, (6)."""
+        """From states that are known: what was written need not be computed again, (6).
+
+        Those after are asked for with gates per channel only.
+        """
         d_written = self._decayed(d_after)
-        at_end = None if after is None else after * d_after
-        return Write(
-            None if self.decay is None else sum_rows(before * d_written),
-            d_written,
-            None if self.decay_key is None else sum_rows(at_end) / self.decay_key,
-            None
-            if self.decay_value is None
-            else jnp.sum(at_end, -2, keepdims=True) / self.decay_value,
-        )
+        d_decay = None if self.decay is None else sum_rows(before * d_written)
+        d_decay_key = d_decay_value = None
+        if after is not None:
+            of_decays = after * d_after
+            if self.decay_key is not None:
+                d_decay_key = sum_rows(of_decays) / self.decay_key
+            if self.decay_value is not None:
+                d_decay_value = jnp.sum(of_decays, -2, keepdims=True) / self.decay_value
+        return Write(d_decay, d_written, d_decay_key, d_decay_value)
 
     def _decayed(self, h: Array) -> Array:
-        h = h if self.decay_key is None else h * self.decay_key
+        h = h if self.decay_key is None else scale_rows(h, self.decay_key)
         return h if self.decay_value is None else h * self.decay_value
 
 

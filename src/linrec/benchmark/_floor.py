@@ -1,8 +1,8 @@
 """The least that the chunk form does: about what it costs in XLA, whoever writes it.
 
-Its matrix products, one pass over each matrix between two of them, and the exponentials of gates per
-channel. No sums of gates, no decays of states, no question whether gates are weak enough, and arrays
-taken as if they lay in memory the way products want them, transposed or not. So there is no right
+Arrays are brought from the way users pass them to matrices of one head, and back; the products of
+these; one pass over each matrix between two products; the exponentials of gates per channel. No
+sums of gates, no decays of states, no question whether gates are weak enough. So there is no right
 answer, only a time that an implementation can come near.
 """
 
@@ -30,55 +30,49 @@ def _run(q: Array, k: Array, v: Array, gk: Array | None, gv: Array | None) -> Ar
 
 
 def _forward(q: Array, k: Array, v: Array, gk, gv, keep_states: bool = True):
+    arrays = (q, k, v, gk, gv)
     parts = _Parts.of(q, v)
-    arrays = parts.cut((q, k, v, gk, gv))
 
     def body(c, carry):
         output, h, states = carry
-        qs, ks, vs, gks, gvs = parts.at(arrays, c)
-        q, v = parts.rows(_decay(qs, gks)), parts.rows(_grow(vs, gvs))
-        k = parts.columns(_grow(ks, gks))
+        q, k, v, gk, gv = parts.load(arrays, c)
+        q, k, v = _decay(q, gk), _columns(_grow(k, gk)), _grow(v, gv)
         scores = jnp.tril(_dot("ik,kj->ij", q, k))
         h, before = _accumulate(h, _dot("kj,jv->kv", k, v))
         o = _dot("ij,jv->iv", scores, v) + _dot("ik,kv->iv", q, before)
-        output = _put(output, _decay(o.reshape(-1), gvs), c)
-        return output, h, _put(states, before, c) if keep_states else None
+        output = parts.store(output, _decay(o, gv), c)
+        return output, h, parts.keep(states, before, c) if keep_states else None
 
     h = jnp.zeros(parts.state, q.dtype)
-    states = jnp.zeros((parts.number, parts.chunks * h.size), q.dtype) if keep_states else None
-    carry = (jnp.zeros_like(arrays[2]), h, states)
-    output, _, states = jax.lax.fori_loop(0, parts.number, body, carry)
-    return output.reshape(v.shape), (q, k, v, gk, gv, states)
+    states = jnp.zeros((parts.number, parts.chunks, *h.shape), q.dtype) if keep_states else None
+    output, _, states = jax.lax.fori_loop(0, parts.number, body, (jnp.zeros_like(v), h, states))
+    return output, (arrays, states)
 
 
 def _backward(residuals, d_output: Array):
-    *inputs, states = residuals
-    parts = _Parts.of(inputs[0], inputs[2])
-    arrays, d_outputs = parts.cut((inputs, d_output))
+    arrays, states = residuals
+    parts = _Parts.of(arrays[0], arrays[2])
 
     def body(i, carry):
         gradients, d_h = carry
         c = parts.number - 1 - i
-        (qs, ks, vs, gks, gvs), d_os = parts.at((arrays, d_outputs), c)
-        q = parts.columns(_decay(qs, gks))
-        k, v, d_o = map(parts.rows, (_grow(ks, gks), _grow(vs, gvs), _decay(d_os, gvs)))
-        d_h, after = _accumulate(d_h, _dot("ki,iv->kv", q, d_o))
-        scores = jnp.triu(_dot("jk,ki->ji", k, q))
+        (raw_q, raw_k, raw_v, gk, gv), raw_d_o = parts.load((arrays, d_output), c)
+        q, k, v, d_o = _decay(raw_q, gk), _grow(raw_k, gk), _grow(raw_v, gv), _decay(raw_d_o, gv)
+        columns = _columns(q)
+        d_h, after = _accumulate(d_h, _dot("ki,iv->kv", columns, d_o))
+        scores = jnp.triu(_dot("jk,ki->ji", k, columns))
         d_scores = jnp.tril(_dot("iv,jv->ij", d_o, v))
-        d_q = _dot("ij,jk->ik", d_scores, k) + _dot("iv,kv->ik", d_o, parts.states(states, c))
-        d_k = _dot("ki,ij->kj", q, d_scores) + _dot("kv,jv->kj", after, v)
+        d_q = _dot("ij,jk->ik", d_scores, k) + _dot("iv,kv->ik", d_o, parts.kept(states, c))
+        d_k = _dot("ki,ij->kj", columns, d_scores) + _dot("kv,jv->kj", after, v)
         d_v = _dot("ji,iv->jv", scores, d_o) + _dot("jk,kv->jv", k, after)
-        d_q, d_k, d_v = (x.reshape(-1) for x in (d_q, d_k, d_v))
-        d_q, d_k, d_v = _decay(d_q, gks), _grow(d_k, gks), _grow(d_v, gvs)
-        d_gk = None if gks is None else qs * d_q - ks * d_k
-        d_gv = None if gvs is None else d_os - vs * d_v
+        d_q, d_k, d_v = _decay(d_q, gk), _grow(_columns(d_k), gk), _grow(d_v, gv)
+        d_gk = None if gk is None else raw_q * d_q - raw_k * d_k
+        d_gv = None if gv is None else raw_d_o - raw_v * d_v
         new = (d_q, d_k, d_v, d_gk, d_gv)
-        return jax.tree.map(lambda all, x: _put(all, x, c), gradients, new), d_h
+        return jax.tree.map(lambda all, x: parts.store(all, x, c), gradients, new), d_h
 
-    zeros = jax.tree.map(jnp.zeros_like, tuple(arrays))
-    carry = (zeros, jnp.zeros(parts.state, d_output.dtype))
-    gradients, _ = jax.lax.fori_loop(0, parts.number, body, carry)
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), gradients, tuple(inputs))
+    carry = (jax.tree.map(jnp.zeros_like, arrays), jnp.zeros(parts.state, d_output.dtype))
+    return jax.lax.fori_loop(0, parts.number, body, carry)[0]
 
 
 _run.defvjp(_forward, _backward)
@@ -92,8 +86,13 @@ def _grow(x: Array, g: Array | None) -> Array:
     return x if g is None else x * jnp.exp(-g)
 
 
+def _columns(x: Array) -> Array:
+    """A copy: products with it are faster than if XLA took the transpose into them."""
+    return jax.lax.optimization_barrier(x.swapaxes(-1, -2))
+
+
 class _Parts(NamedTuple):
-    """Some chunks at once, as many as fit a cache. Arrays are flat but for their number."""
+    """Some chunks at once, as many as fit a cache."""
 
     number: int
     chunks: int
@@ -106,29 +105,28 @@ class _Parts(NamedTuple):
         chunks = math.gcd(T // CHUNK, max(1, min(8, 2**17 // math.prod(state))))
         return _Parts(T // CHUNK // chunks, chunks, state)
 
-    def cut(self, arrays):
-        return jax.tree.map(lambda x: x.reshape(self.number, -1), arrays)
+    def load(self, arrays, c: Array):
+        """Heads first."""
+        size = self.chunks * CHUNK
 
-    def at(self, arrays, c: Array):
-        take = lambda x: jax.lax.dynamic_index_in_dim(x, c, keepdims=False)
-        return jax.tree.map(take, arrays)
+        def one(x):
+            x = jax.lax.dynamic_slice_in_dim(x, c * size, size, axis=1)
+            B, _, H, X = x.shape
+            return x.reshape(B, self.chunks, CHUNK, H, X).swapaxes(2, 3)
 
-    def _matrices(self, x: Array, *shape: int) -> Array:
-        B, H, *_ = self.state
-        return x.reshape(B, self.chunks, H, *shape)
+        return jax.tree.map(one, arrays)
 
-    def rows(self, x: Array) -> Array:
-        return self._matrices(x, CHUNK, -1)
+    def store(self, array: Array, new: Array, c: Array) -> Array:
+        size = self.chunks * CHUNK
+        B, _, H, X = array.shape
+        new = new.swapaxes(2, 3).reshape(B, size, H, X)
+        return jax.lax.dynamic_update_slice_in_dim(array, new, c * size, axis=1)
 
-    def columns(self, x: Array) -> Array:
-        return self._matrices(x, -1, CHUNK)
+    def keep(self, states: Array, before: Array, c: Array) -> Array:
+        return jax.lax.dynamic_update_index_in_dim(states, before.swapaxes(0, 1), c, 0)
 
-    def states(self, x: Array, c: Array) -> Array:
-        return self._matrices(self.at(x, c), *self.state[2:])
-
-
-def _put(x: Array, new: Array, c: Array) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(x, new.reshape(-1), c, 0)
+    def kept(self, states: Array, c: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(states, c, keepdims=False).swapaxes(0, 1)
 
 
 def _accumulate(h: Array, written: Array) -> tuple[Array, Array]:
