@@ -126,7 +126,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
     if chunks.gk is None:
         scores = chunks.product("ik,jk->ij", q, k)
     else:
-        sums = _swap_heads(jnp.asarray(_cumulative(chunks.cut(chunks.gk))))
+        sums = _swap_heads(jnp.asarray(cumulative(chunks.cut(chunks.gk))))
         decayed_q, decayed_k = q * jnp.exp(sums), k * jnp.exp(-sums)
         scores = jnp.asarray(_decayed_scores(chunks.product, q, k, decayed_q, decayed_k))
         q, k = decayed_q, decayed_k
@@ -146,7 +146,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
     if chunks.gv is None:
         inside = chunks.product("ij,jv->iv", scores, v)
     else:
-        sums = _swap_heads(jnp.asarray(_cumulative(chunks.cut(chunks.gv))))
+        sums = _swap_heads(jnp.asarray(cumulative(chunks.cut(chunks.gv))))
         # As in `_decayed_scores`, what a token reads of itself has no decay in it.
         own = _diagonal(scores) * v
         after_read, v = jnp.exp(sums), v * jnp.exp(-sums)
@@ -276,7 +276,7 @@ def _to_end(between: Array) -> Float[Array, "*rows chunk x"]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _cumulative(g: Float[Array, "*rows chunk heads x"], reverse: bool = False):
+def cumulative(g: Float[Array, "*rows chunk heads x"], reverse: bool = False):
     """Sums of blocks, and inside of them: XLA is slow at `jnp.cumsum` on CPUs."""
     C = g.shape[-3]
     width = 1 << (C.bit_length() - 1) // 2
@@ -286,14 +286,14 @@ def _cumulative(g: Float[Array, "*rows chunk heads x"], reverse: bool = False):
 
 
 def _cumulative_forward(g, reverse):
-    return _cumulative(g, reverse), None
+    return cumulative(g, reverse), None
 
 
 def _cumulative_backward(reverse, _, d_sums):
-    return (_cumulative(d_sums, not reverse),)
+    return (cumulative(d_sums, not reverse),)
 
 
-_cumulative.defvjp(_cumulative_forward, _cumulative_backward)
+cumulative.defvjp(_cumulative_forward, _cumulative_backward)
 
 
 def _sum_until(x: Array, axis: int, reverse: bool) -> Array:

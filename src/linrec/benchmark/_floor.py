@@ -1,8 +1,8 @@
 """The least that the chunk form does: about what it costs in XLA, whoever writes it.
 
 Arrays are brought from the way users pass them to matrices of one head, and back; the products of
-these; one pass over each matrix between two products; the exponentials of gates per channel. No
-sums of gates, no decays of states, no question whether gates are weak enough. So there is no right
+these; one pass over each matrix between two products; the sums of gates per channel, and their
+exponentials. No decays of states, no question whether gates are weak enough. So there is no right
 answer, only a time that an implementation can come near.
 """
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._method._chunk import cumulative
 from ._programs import Inputs
 
 
@@ -36,6 +37,7 @@ def _forward(q: Array, k: Array, v: Array, gk, gv, keep_states: bool = True):
     def body(c, carry):
         output, h, states = carry
         q, k, v, gk, gv = parts.load(arrays, c)
+        gk, gv = _sums(gk), _sums(gv)
         q, k, v = _decay(q, gk), _columns(_grow(k, gk)), _grow(v, gv)
         scores = jnp.tril(_dot("ik,kj->ij", q, k))
         h, before = _accumulate(h, _dot("kj,jv->kv", k, v))
@@ -57,6 +59,7 @@ def _backward(residuals, d_output: Array):
         gradients, d_h = carry
         c = parts.number - 1 - i
         (raw_q, raw_k, raw_v, gk, gv), raw_d_o = parts.load((arrays, d_output), c)
+        gk, gv = _sums(gk), _sums(gv)
         q, k, v, d_o = _decay(raw_q, gk), _grow(raw_k, gk), _grow(raw_v, gv), _decay(raw_d_o, gv)
         columns = _columns(q)
         d_h, after = _accumulate(d_h, _dot("ki,iv->kv", columns, d_o))
@@ -66,8 +69,8 @@ def _backward(residuals, d_output: Array):
         d_k = _dot("ki,ij->kj", columns, d_scores) + _dot("kv,jv->kj", after, v)
         d_v = _dot("ji,iv->jv", scores, d_o) + _dot("jk,kv->jv", k, after)
         d_q, d_k, d_v = _decay(d_q, gk), _grow(_columns(d_k), gk), _grow(d_v, gv)
-        d_gk = None if gk is None else raw_q * d_q - raw_k * d_k
-        d_gv = None if gv is None else raw_d_o - raw_v * d_v
+        d_gk = None if gk is None else _sums(raw_q * d_q - raw_k * d_k, reverse=True)
+        d_gv = None if gv is None else _sums(raw_d_o - raw_v * d_v, reverse=True)
         new = (d_q, d_k, d_v, d_gk, d_gv)
         return jax.tree.map(lambda all, x: parts.store(all, x, c), gradients, new), d_h
 
@@ -76,6 +79,10 @@ def _backward(residuals, d_output: Array):
 
 
 _run.defvjp(_forward, _backward)
+
+
+def _sums(g: Array | None, reverse: bool = False) -> Array | None:
+    return None if g is None else jnp.asarray(cumulative(g.swapaxes(2, 3), reverse)).swapaxes(2, 3)
 
 
 def _decay(x: Array, g: Array | None) -> Array:
