@@ -165,18 +165,22 @@ def relative_error(actual: jax.Array, expected: jax.Array, least: float = 0.0) -
 
 
 def assert_close(actual: dict, expected: dict, dtype: str, least: dict[str, float]) -> None:
+    """Prints the largest error, for `pytest -rP`."""
     assert actual.keys() == expected.keys()
     errors = {}
     for name in expected:
         assert actual[name].shape == expected[name].shape, name
         assert bool(jnp.all(jnp.isfinite(actual[name]))), name
         errors[name] = relative_error(actual[name], expected[name], least.get(name, 0.0))
+    worst = max(errors, key=errors.__getitem__)
+    print(f"error {errors[worst]:.1e} of {worst}, {dtype}")
     wrong = {name: error for name, error in errors.items() if not error < TOLERANCE[dtype]}
     assert not wrong, wrong
 
 
 def check(case: Case, method) -> dict:
     """Everything `method` gives for `case` against the float64 scan."""
+    print(case)
     arguments = case.arguments()
     actual = evaluate(arguments, case.options(), method)
     state_dtype = "float64" if case.dtype == "float64" else "float32"

@@ -47,7 +47,7 @@ def test_extreme_gates(gates):
 
 @pytest.mark.parametrize("gates", ["g", "g_gamma", "gk", "gv"])
 def test_growing_state(gates):
-    check(Case(gates, strength="growth", B=1, T=40), METHODS["auto"])
+    check(Case(gates, strength="0.5", B=1, T=40), METHODS["auto"])
 
 
 @pytest.mark.parametrize("gates", ["gk", "gv", "all"])
