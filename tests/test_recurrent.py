@@ -57,6 +57,21 @@ def test_strong_gates_of_few_tokens(gates):
         check(Case(gates, strength=strength, B=1, T=T), METHODS["auto"])
 
 
+def test_small_losses():
+    """Decays of keys and of values, multiplied, must not take gradients out of float32's range."""
+    x = jax.random.normal(jax.random.key(0), (128, 1, 4), jnp.float32)
+    gates = (jnp.full(x.shape, -0.49, jnp.float32),) * 2
+
+    def loss(gates, weight):
+        o, _ = linrec.recurrent(x, x, x, gk=gates[0], gv=gates[1], method=linrec.Chunked())
+        return weight * jnp.sum(jnp.sin(o))
+
+    gradient = jax.jit(jax.grad(loss))
+    small, large = gradient(gates, jnp.float32(2.0**-40)), gradient(gates, jnp.float32(1))
+    for actual, expected in zip(small, large, strict=True):
+        assert relative_error(actual * 2.0**40, expected) < 1e-6
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_first_token_decays_nothing(method):
     q = jax.random.normal(jax.random.key(0), (1, 2, 5), jnp.float32)

@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float
 from ._products import for_each_chunk, Product, scale_rows, sum_rows
 
 
-# While the log-decays of a block sum up to less than this, factors e^A and e^-A are exact to
-# rounding and far from overflow.
+# While the log-decays of a block, of keys and values together, sum up to less than this, factors
+# e^A and e^-A are exact to rounding and far from overflow.
 _ORDINARY = 32.0
 # The gradient of a gate is a difference of sums. Where all decays of a token together are weaker
 # than this, digits are left.
@@ -57,7 +57,8 @@ class Chunks(eqx.Module):
 
     def is_ordinary(self) -> Bool[Array, ""]:
         """Whether gates per channel are weak enough for `effect`."""
-        gates = [(self.g, jnp.inf), (self.gk, _ORDINARY), (self.gv, _ORDINARY)]
+        reach = _ORDINARY / sum(g is not None for g in (self.gk, self.gv))
+        gates = [(self.g, jnp.inf), (self.gk, reach), (self.gv, reach)]
         gates = [(jnp.abs(self.cut(g)), reach) for g, reach in gates if g is not None]
         limit = _ORDINARY_GATE / len(gates)
         ordinary = [(jnp.max(g, -3) < limit) & (jnp.sum(g, -3) < reach) for g, reach in gates]
