@@ -13,9 +13,9 @@ from linrec._method import sequence_parallel
 from .helpers import assert_close, Case, check, evaluate, GATES, METHODS, PACKING, reference
 
 
-def make_mesh(**axes: int):
+def make_mesh(*types: AxisType, **axes: int):
     devices = jax.devices()[: functools.reduce(int.__mul__, axes.values())]
-    types = (AxisType.Auto,) * len(axes)
+    types = types or (AxisType.Auto,) * len(axes)
     return jax.make_mesh(tuple(axes.values()), tuple(axes), types, devices=devices)
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import linrec
 from linrec._method import _exchange
@@ -19,6 +19,7 @@ from .test_parallel import make_mesh, parallel
 
 
 GATES = ("g", "g_gamma", "gk", "gv")
+TYPES = {"auto": (AxisType.Auto,) * 2, "explicit": (AxisType.Explicit,) * 2}
 
 
 def given(mesh: Mesh, *spec, B=4, T=64, H=8, K=16, V=8, gates=GATES, dtype=jnp.float32):
@@ -59,17 +60,19 @@ def text(function, arguments, **options):
 
 
 @pytest.mark.core
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize("run", [forward, both])
 @pytest.mark.parametrize("method", ["chunked-16", "scan", "segmented"])
-def test_rows_and_heads_send_nothing(method, run):
-    arguments = given(make_mesh(data=2, model=2), "data", None, "model")
+def test_rows_and_heads_send_nothing(method, run, types):
+    arguments = given(make_mesh(*types, data=2, model=2), "data", None, "model")
     assert collectives(text(partial(run, METHODS[method]), arguments), 4) == []
 
 
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
 @pytest.mark.parametrize(("run", "launches"), [(forward, 2), (both, 5)])
-def test_rows_and_heads_of_kernels_send_nothing(run, launches):
+def test_rows_and_heads_of_kernels_send_nothing(run, launches, types):
     """Compiled for eight H100s that are not there."""
-    mesh = Mesh(np.array(h100_devices()).reshape(4, 2), ("data", "model"))
+    mesh = Mesh(np.array(h100_devices()).reshape(4, 2), ("data", "model"), types)
     arguments = given(mesh, "data", None, "model", dtype=jnp.bfloat16)
     method = linrec.Triton(compute_capability=90)
     compiled = text(partial(run, method), arguments, xla_gpu_autotune_level=0)

@@ -1,12 +1,13 @@
 from typing import Any
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from ._inputs import canonicalise, count
 from ._method.auto import Auto
 from ._method.base import AbstractMethod, expect_method
-from ._transform import reverse_mode_only
+from ._transform import in_auto_axes, reverse_mode_only
 from ._types import (
     CuSeqlens,
     FinalState,
@@ -117,7 +118,11 @@ def recurrent(
             f"`linrec.recurrent(..., method={method})` has no forward-mode derivatives (`jax.jvp`, "
             "`jax.jacfwd`). `method=linrec.Scan()` has them.",
         )
-    return layout.restore(*method(inputs))
+
+    def specs(batch, seq, heads):
+        return PartitionSpec(batch, seq, heads), PartitionSpec(batch, None, heads)
+
+    return layout.restore(*in_auto_axes(method, inputs, specs))
 
 
 def recurrent_gla(

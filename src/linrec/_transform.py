@@ -3,6 +3,7 @@
 import itertools
 import math
 from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 
 def fold_vmap(function, differentiable=None):
@@ -103,7 +104,8 @@ def _by_device(function):
 
             def local(leaves, shared):
                 add = lambda x: x if x.ndim > 2 or not split[2] else jax.lax.psum(x, split[2])
-                return jax.tree.map(add, function(tree.unflatten(leaves), shared))
+                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # not the caller's
+                    return jax.tree.map(add, function(tree.unflatten(leaves), shared))
 
             arguments = (jax.tree.map(place, arguments[0]), jax.tree.map(whole, arguments[1]))
             return mesh, local, jax.tree.map(place, results), arguments
@@ -137,6 +139,30 @@ def _by_device(function):
         return call(leaves, shared)
 
     return run
+
+
+def in_auto_axes(run, inputs, specs) -> Any:
+    """`run(inputs)`, where types may say how arrays are sharded (axes of `AxisType.Explicit`).
+
+    They do not say so to `run`: to it all axes are of `AxisType.Auto`, which `_by_device` is for.
+    The types of its results say again what that of the query does: theirs are
+    `specs(batch, seq, heads)`.
+    """
+    sharding = jax.typeof(inputs.q).sharding
+    axes = sharding.mesh.explicit_axes
+    if not axes:
+        return run(inputs)
+
+    def put(tree):
+        """On the mesh, where not all arguments are, nor what kernels return. XLA leaves it out."""
+        return jax.tree.map(lambda x: x * jnp.ones((), x.dtype), tree)
+
+    def call(typed):
+        return put(run(eqx.combine(typed, put(rest))))
+
+    typed, rest = eqx.partition(inputs, lambda x: bool(jax.typeof(x).sharding.mesh.explicit_axes))
+    places = jax.tree.map(partial(NamedSharding, sharding.mesh), specs(*sharding.spec[:3]))
+    return jax.sharding.auto_axes(call, axes=axes, out_sharding=places)(typed)
 
 
 def reverse_mode_only(tree, message: str):

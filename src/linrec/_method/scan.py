@@ -2,9 +2,11 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .._inputs import canonicalise, Inputs
+from .._transform import in_auto_axes
 from .._types import AnyArray, FinalState, FixedGate, Scale, State
 from .._varlen import sequence_of_token
 from .auto import Auto, by_platform
@@ -103,11 +105,15 @@ def step(
         state_argument="state",
         one_token=True,
     )
-    elsewhere = partial(_one_token, layout.batched)
+    run = elsewhere = partial(_one_token, layout.batched)
     on_gpu = Auto().select(inputs, "gpu")
-    if not isinstance(on_gpu, Triton):
-        return elsewhere(inputs)
-    return by_platform(partial(_decode, on_gpu, layout.batched), elsewhere, inputs)
+    if isinstance(on_gpu, Triton):
+        run = partial(by_platform, partial(_decode, on_gpu, layout.batched), elsewhere)
+
+    def specs(batch, _, heads):
+        return PartitionSpec(batch, heads) if layout.batched else PartitionSpec(heads)
+
+    return in_auto_axes(run, inputs, specs)
 
 
 def _one_token(batched: bool, inputs: Inputs) -> tuple[Array, Array]:

@@ -148,8 +148,11 @@ class SequenceParallel(AbstractMethod):
 
         Without checks of varying types, which `jax.vmap(..., spmd_axis_name=...)` does not pass.
         """
+        mesh, here = self.mesh, jax.sharding.get_abstract_mesh()
+        if mesh.explicit_axes and not here.empty:  # the same, as `in_auto_axes` may have made it
+            mesh = here
         return partial(
-            jax.shard_map, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
 
     def _check_sizes(self, inputs: Inputs) -> None:
