@@ -99,6 +99,17 @@ def test_vmap(method):
         assert_close(of_row, reference(row), "float32", {})
 
 
+@pytest.mark.parametrize(
+    "types", [(AxisType.Auto,), (AxisType.Explicit,)], ids=["auto", "explicit"]
+)
+def test_nothing_is_sharded(types):
+    """In a program for several devices nevertheless."""
+    case = Case("gk", T=20, with_state=False)
+    with jax.set_mesh(make_mesh(*types, data=2)):
+        actual = evaluate(jax.device_get(case.arguments()), case.options(), METHODS["auto"])
+    assert_close(actual, reference(case), "float32", {})
+
+
 def test_step():
     arguments = Case("all", T=1).arguments()
     placed = place(make_mesh(*EXPLICIT, data=2, model=2), ("data", None, "model"), arguments)

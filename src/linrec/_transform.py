@@ -98,7 +98,8 @@ def _by_device(function):
             return function(tree.unflatten(leaves), shared)
 
         def partition(mesh, arguments, results):
-            split = leading_spec(mesh, arguments[0][0].sharding.spec)
+            sharding = arguments[0][0].sharding  # without a spec, if nothing is sharded
+            split = leading_spec(mesh, getattr(sharding, "spec", (None,) * 3))
             place = lambda x: NamedSharding(mesh, PartitionSpec(*split[: len(x.shape)]))
             whole = lambda _: NamedSharding(mesh, PartitionSpec())
 
