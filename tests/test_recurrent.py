@@ -10,7 +10,7 @@ from hypothesis import given, settings, strategies as st
 
 import linrec
 
-from .helpers import Case, check, GATES, METHODS, PACKING, relative_error
+from .helpers import assert_close, Case, check, evaluate, GATES, METHODS, PACKING, relative_error
 
 
 LAYOUTS = {
@@ -48,6 +48,18 @@ def test_extreme_gates(gates):
 @pytest.mark.parametrize("gates", ["g", "g_gamma", "gk", "gv"])
 def test_growing_state(gates):
     check(Case(gates, strength="0.5", B=1, T=40), METHODS["auto"])
+
+
+@pytest.mark.parametrize("decay", ["gk", "gv"])
+def test_growth_that_decay_undoes(decay):
+    """Nothing is forgotten: rounding errors of the gates' sums would add up from chunk to chunk."""
+    arguments = Case("none", B=1, T=8192, H=1, Hkv=1, K=4, V=4, with_state=False).arguments()
+    arguments["g_gamma"] = jnp.array([0.05], jnp.float32)
+    arguments[decay] = jnp.full_like(arguments["query"], -arguments["g_gamma"][0])
+    wide = {name: x.astype(jnp.float64) for name, x in arguments.items()}
+    options = {"reverse": False, "cu_seqlens": None}
+    expected = evaluate(wide, options, linrec.Scan())
+    assert_close(evaluate(arguments, options, METHODS["auto"]), expected, "float32", least={})
 
 
 @pytest.mark.parametrize("gates", ["gk", "gv", "all"])

@@ -33,7 +33,7 @@ class Chunks(eqx.Module):
     k: Float[Array, "batch seq heads key"]
     v: Float[Array, "batch seq heads value"]
     g: Float[Array, "batch seq_or_chunk heads 1"] | None
-    """Of one chunk, if it is the same for all."""
+    """Of one chunk, if it is the same for all. Where channels have gates it is part of those."""
     gk: Float[Array, "batch seq heads key"] | None
     gv: Float[Array, "batch seq heads value"] | None
     size: int = eqx.field(static=True)
@@ -57,11 +57,9 @@ class Chunks(eqx.Module):
 
     def is_ordinary(self) -> Bool[Array, ""]:
         """Whether gates per channel are weak enough for `effect`."""
-        reach = _ORDINARY / sum(g is not None for g in (self.gk, self.gv))
-        gates = [(self.g, jnp.inf), (self.gk, reach), (self.gv, reach)]
-        gates = [(jnp.abs(self.cut(g)), reach) for g, reach in gates if g is not None]
-        limit = _ORDINARY_GATE / len(gates)
-        ordinary = [(jnp.max(g, -3) < limit) & (jnp.sum(g, -3) < reach) for g, reach in gates]
+        gates = [jnp.abs(self.cut(g)) for g in (self.gk, self.gv) if g is not None]
+        reach, limit = _ORDINARY / len(gates), _ORDINARY_GATE / len(gates)
+        ordinary = [(jnp.max(g, -3) < limit) & (jnp.sum(g, -3) < reach) for g in gates]
         return jnp.stack([jnp.all(x) for x in ordinary]).all()
 
 
@@ -213,13 +211,12 @@ def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
 def _explicit(chunks: Chunks, h: Array) -> tuple[Array, Array]:
     """Every decay by itself, from sums of the gates between two tokens: exact for any gate."""
     q, k, v = map(chunks.heads_first, (chunks.q, chunks.k, chunks.v))
-    g, gk, gv = jax.tree.map(chunks.heads_first, (chunks.g, chunks.gk, chunks.gv))
-    over_key = gk if g is None else g if gk is None else g + gk
+    gk, gv = jax.tree.map(chunks.heads_first, (chunks.gk, chunks.gv))
     decayed_q, decayed_k = q, k
     pairs = q[..., :, None, :] * k[..., None, :, :]
-    if over_key is not None:
-        between = _sums_between(over_key)
-        from_start = _from_start(between, over_key)
+    if gk is not None:
+        between = _sums_between(gk)
+        from_start = _from_start(between, gk)
         pairs = pairs * jnp.exp(between)
         decayed_q = q * jnp.exp(from_start)
         decayed_k = k * jnp.exp(_to_end(between))
