@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from ._gates import balanced, FORGET
 from ._products import for_each_chunk, Product, scale_rows, sum_rows
 
 
@@ -17,8 +18,6 @@ _ORDINARY = 32.0
 # The gradient of a gate is a difference of sums. Where all decays of a token together are weaker
 # than this, digits are left.
 _ORDINARY_GATE = 3.0
-# Stands for -inf: e^g is 0 all the same, and a product with 0 is not NaN.
-_FORGET = -1e30
 # Tokens of the blocks that chunks are cut into where their gates are not ordinary.
 _SMALL = 16
 
@@ -33,7 +32,7 @@ class Chunks(eqx.Module):
     k: Float[Array, "batch seq heads key"]
     v: Float[Array, "batch seq heads value"]
     g: Float[Array, "batch seq_or_chunk heads 1"] | None
-    """Of one chunk, if it is the same for all. Where channels have gates it is part of those."""
+    """Of one chunk, if it is the same for all."""
     gk: Float[Array, "batch seq heads key"] | None
     gv: Float[Array, "batch seq heads value"] | None
     size: int = eqx.field(static=True)
@@ -57,9 +56,11 @@ class Chunks(eqx.Module):
 
     def is_ordinary(self) -> Bool[Array, ""]:
         """Whether gates per channel are weak enough for `effect`."""
-        gates = [jnp.abs(self.cut(g)) for g in (self.gk, self.gv) if g is not None]
-        reach, limit = _ORDINARY / len(gates), _ORDINARY_GATE / len(gates)
-        ordinary = [(jnp.max(g, -3) < limit) & (jnp.sum(g, -3) < reach) for g in gates]
+        reach = _ORDINARY / sum(g is not None for g in (self.gk, self.gv))
+        gates = [(self.g, jnp.inf), (self.gk, reach), (self.gv, reach)]
+        gates = [(jnp.abs(self.cut(g)), reach) for g, reach in gates if g is not None]
+        limit = _ORDINARY_GATE / len(gates)
+        ordinary = [(jnp.max(g, -3) < limit) & (jnp.sum(g, -3) < reach) for g, reach in gates]
         return jnp.stack([jnp.all(x) for x in ordinary]).all()
 
 
@@ -132,9 +133,8 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
         decay_key = _column(jnp.exp(sums[..., -1:, :]))
     if chunks.g is not None:
         g = chunks.heads_first(chunks.g)
-        between = _sums_between(g)
-        from_start = _from_start(between, g)
-        decays = (jnp.exp(x) for x in (between[..., 0], from_start, _to_end(between)))
+        between, from_start, to_end = _sums(g)
+        decays = (jnp.exp(x) for x in (between[..., 0], from_start, to_end))
         if g.shape[1] < chunks.number:
             decays = (jnp.asarray(for_each_chunk(x, chunks.number)) for x in decays)
         of_pairs, from_start, to_end = decays
@@ -211,30 +211,34 @@ def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
 def _explicit(chunks: Chunks, h: Array) -> tuple[Array, Array]:
     """Every decay by itself, from sums of the gates between two tokens: exact for any gate."""
     q, k, v = map(chunks.heads_first, (chunks.q, chunks.k, chunks.v))
-    gk, gv = jax.tree.map(chunks.heads_first, (chunks.gk, chunks.gv))
-    decayed_q, decayed_k = q, k
+    over_key = [chunks.heads_first(g) for g in (chunks.g, chunks.gk) if g is not None]
+    gk = _sums(sum(over_key[1:], start=over_key[0])) if over_key else None
+    gv = None if chunks.gv is None else _sums(chunks.heads_first(chunks.gv))
+    if gk is not None and gv is not None:
+        gk, gv = zip(*map(balanced, gk, gv), strict=True)
+    decayed_q, decayed_k, h_next = q, k, h
     pairs = q[..., :, None, :] * k[..., None, :, :]
     if gk is not None:
-        between = _sums_between(gk)
-        from_start = _from_start(between, gk)
-        pairs = pairs * jnp.exp(between)
-        decayed_q = q * jnp.exp(from_start)
-        decayed_k = k * jnp.exp(_to_end(between))
-        h_next = h * _column(jnp.exp(from_start[..., -1:, :]))
-    else:
-        h_next = h
+        between, from_start, to_end = map(jnp.exp, gk)
+        pairs = pairs * between
+        decayed_q, decayed_k = q * from_start, k * to_end
+        h_next = h * _column(from_start[..., -1:, :])
     scores = jnp.tril(jnp.sum(pairs, -1))[..., None]
     writes = scores * v[..., None, :, :]
     past = chunks.product("ik,kv->iv", decayed_q, h)
     if gv is not None:
-        between = _sums_between(gv)
-        from_start = _from_start(between, gv)
-        writes = writes * jnp.exp(between)
-        past = past * jnp.exp(from_start)
-        v = v * jnp.exp(_to_end(between))
-        h_next = h_next * jnp.exp(from_start[..., -1:, :])
+        between, from_start, to_end = map(jnp.exp, gv)
+        writes = writes * between
+        past, v = past * from_start, v * to_end
+        h_next = h_next * from_start[..., -1:, :]
     o = chunks.heads_last(jnp.sum(writes, -2) + past)
     return o, h_next + chunks.product("jk,jv->kv", decayed_k, v)
+
+
+def _sums(g: Float[Array, "*rows chunk x"]) -> tuple[Array, Array, Array]:
+    """Of the gates between two tokens, from the start up to each token, and after it to the end."""
+    between = _sums_between(g)
+    return between, _from_start(between, g), _to_end(between)
 
 
 def _sums_between(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk chunk x"]:
@@ -244,7 +248,7 @@ def _sums_between(g: Float[Array, "*rows chunk x"]) -> Float[Array, "*rows chunk
     gate, and everything after `-inf`.
     """
     *rows, C, X = g.shape
-    g = jnp.maximum(g, _FORGET)
+    g = jnp.maximum(g, FORGET)
     width = min(C, _SMALL)
     # In blocks of `width` tokens: drop what is not after `j`, add up what is left until `i`.
     until = jnp.tril(jnp.ones((width, width), g.dtype))

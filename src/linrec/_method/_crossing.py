@@ -12,10 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from .._inputs import Inputs
 from .._varlen import Piece
 from ._exchange import decay, exp, Map
-
-
-# Stands for -inf: e^g is 0 all the same, and sums and differences of it are not NaN.
-_FORGET = -1e30
+from ._gates import balanced, FORGET
 
 
 def as_map(inputs: Inputs, piece: Piece) -> Map:
@@ -33,7 +30,7 @@ def as_map(inputs: Inputs, piece: Piece) -> Map:
     starts_here = sequence.crosses & ~goes_through
     start = jnp.where(starts_here, inputs.initial_state[:, sequence.n], 0)
     return Map(
-        jnp.where(goes_through, gates.all_key, _FORGET),
+        jnp.where(goes_through, gates.all_key, FORGET),
         gates.all_value,
         decay(start, gates.all_key, gates.all_value) + written,
     )
@@ -89,7 +86,7 @@ class _Sequence(NamedTuple):
         if not given:
             return zeros, zeros[:, 0]
         g = sum(given, start=zeros)
-        g = jnp.where(self.counts, jnp.maximum(g, _FORGET), 0)
+        g = jnp.where(self.counts, jnp.maximum(g, FORGET), 0)
         backwards = after != inputs.reverse
         sums = jax.lax.cumsum(g, axis=1, reverse=backwards)
         total = sums[:, 0] if backwards else sums[:, -1]
@@ -118,17 +115,6 @@ class _Gates(NamedTuple):
         return self.of_all_value[..., None, :]
 
     def factors(self) -> tuple[Array, Array]:
-        """Of key channels and of value channels.
-
-        Over a whole shard the gates of keys and of values may each overflow, where together they
-        cancel. A gate of whole states goes with those of channels. Where both are of channels, what
-        is moved from one to the other makes the largest factors of both equal.
-        """
-        if self.key.shape[-1] == 1:
-            moved = self.key
-        elif self.value.shape[-1] == 1:
-            moved = -self.value
-        else:
-            largest = lambda g: jnp.max(g, axis=-1, keepdims=True)
-            moved = jax.lax.stop_gradient((largest(self.key) - largest(self.value)) / 2)
-        return exp(self.key - moved), exp(self.value + moved)
+        """Of key channels and of value channels."""
+        key, value = balanced(self.key, self.value)
+        return exp(key), exp(value)

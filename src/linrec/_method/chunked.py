@@ -262,19 +262,15 @@ class _Walk(NamedTuple):
         def of_query_heads(x: Array) -> Array:
             return jnp.repeat(x, self.groups, axis=2) if self.groups > 1 else x
 
+        of_tokens = [x for x in (g, gk, gv) if x is not None]
         scalar = None if g is None else g[..., None].astype(self.dtype)
         if g_gamma is not None:
-            fixed = jnp.broadcast_to(g_gamma[:, None, :, None], (*q.shape[:3], 1))
-            scalar = fixed if scalar is None else scalar + fixed
-        # With a gate per channel as one gate: where one of them grows and the other decays, sums of
-        # each would not cancel.
-        if scalar is not None and gk is not None:
-            gk, scalar = gk.astype(self.dtype) + scalar, None
-        if scalar is not None and gv is not None:
-            gv, scalar = gv.astype(self.dtype) + scalar, None
+            fixed = g_gamma[:, None, :, None]
+            shape = (*q.shape[:3], 1)
+            scalar = jnp.broadcast_to(fixed, shape) if scalar is None else scalar + fixed
         if scalar is not None:
             scalar = ready(scalar)
-            if self.windows.whole and g is None:  # then all chunks are alike
+            if self.windows.whole and not of_tokens:  # then all chunks are alike
                 scalar = scalar[:, :size]
         # What pays on a CPU: without gates, factors of products are tokens as they lie in memory.
         copied = 0 if gk is None and gv is None and scalar is None else 128

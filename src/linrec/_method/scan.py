@@ -9,6 +9,7 @@ from .._inputs import canonicalise, Inputs
 from .._transform import in_auto_axes
 from .._types import AnyArray, FinalState, FixedGate, Scale, State
 from .._varlen import sequence_of_token
+from ._gates import balanced
 from .auto import Auto, by_platform
 from .base import AbstractMethod
 from .triton import Triton
@@ -141,12 +142,16 @@ def _step(h, token, g_gamma, scale):
     q, k, v, g, gk, gv = token
     wide = lambda x: x.astype(h.dtype)
     # Gates add up before `exp`: their sum may be harmless where one of them is not.
-    over_key = [wide(x)[..., None, None] for x in (g, g_gamma) if x is not None]
-    over_key += [] if gk is None else [wide(gk)[..., None]]
-    if over_key:
-        h = h * jnp.exp(sum(over_key[1:], start=over_key[0]))
-    if gv is not None:
-        h = h * jnp.exp(wide(gv))[..., None, :]
+    of_key = [wide(x)[..., None] for x in (g, g_gamma) if x is not None]
+    of_key += [] if gk is None else [wide(gk)]
+    over_key = sum(of_key[1:], start=of_key[0]) if of_key else None
+    over_value = None if gv is None else wide(gv)
+    if over_key is not None and over_value is not None:
+        over_key, over_value = balanced(over_key, over_value)
+    if over_key is not None:
+        h = h * jnp.exp(over_key)[..., None]
+    if over_value is not None:
+        h = h * jnp.exp(over_value)[..., None, :]
     groups = h.shape[-3] // k.shape[-2]
     k, v_of_head = (jnp.repeat(wide(x), groups, axis=-2) for x in (k, v))
     h = h + k[..., None] * v_of_head[..., None, :]

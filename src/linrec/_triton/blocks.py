@@ -55,14 +55,16 @@ def load_channel_gates(
     p_gates, p_g, b_gamma, o_i, length, o_c, H: tl.constexpr, C: tl.constexpr, SIGN: tl.constexpr,
     FOLD_G: tl.constexpr, FOLD_GAMMA: tl.constexpr,
 ):  # fmt: skip
-    """Gates per channel, with the scalar gates added where these are to be folded in."""
+    """Gates per channel, with the scalar gates added where these are to be folded in.
+
+    0 where there is no channel or no token: the growth of nothing may not be infinite.
+    """
     m = (o_i < length)[:, None] & (o_c < C)[None, :]
     p = p_gates + SIGN * o_i[:, None] * (H * C) + o_c[None, :]
     b_gates = tl.load(p, mask=m, other=0.0).to(tl.float32)
     if FOLD_G or FOLD_GAMMA:
-        b_gates += load_scalar_gates(p_g, b_gamma, o_i, length, H, SIGN, FOLD_G, FOLD_GAMMA)[
-            :, None
-        ]
+        b_g = load_scalar_gates(p_g, b_gamma, o_i, length, H, SIGN, FOLD_G, FOLD_GAMMA)
+        b_gates = tl.where(m, b_gates + b_g[:, None], 0.0)
     return b_gates
 
 

@@ -1,0 +1,23 @@
+"""What has to be known about log-decays before `exp`."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+# Stands for -inf: e^g is 0 all the same, sums and differences of it are not NaN, nor is a product
+# of its gradient with 0.
+FORGET = -1e30
+
+
+def balanced(
+    key: Float[Array, "*rows key_or_1"], value: Float[Array, "*rows value_or_1"]
+) -> tuple[Array, Array]:
+    """Gates of key and of value channels that act on the same state, with the same product.
+
+    Where one grows and the other decays, each may overflow while together they cancel. What is
+    moved from one to the other makes the largest of both equal.
+    """
+    largest = lambda g: jnp.max(g, axis=-1, keepdims=True, initial=FORGET)
+    moved = jax.lax.stop_gradient((largest(key) - largest(value)) / 2)
+    return key - moved, value + moved
