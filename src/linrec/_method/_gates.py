@@ -15,9 +15,14 @@ def balanced(
 ) -> tuple[Array, Array]:
     """Gates of key and of value channels that act on the same state, with the same product.
 
-    Where one grows and the other decays, each may overflow while together they cancel. What is
-    moved from one to the other makes the largest of both equal.
+    Where one grows and the other decays, each may overflow while together they cancel. A gate of
+    whole states goes with those of channels. Where both are of channels, what is moved from one to
+    the other makes the largest of both equal.
     """
+    if key.shape[-1] == 1:
+        return jnp.zeros_like(key), value + key
+    if value.shape[-1] == 1:
+        return key + value, jnp.zeros_like(value)
     largest = lambda g: jnp.max(g, axis=-1, keepdims=True, initial=FORGET)
     moved = jax.lax.stop_gradient((largest(key) - largest(value)) / 2)
     return key - moved, value + moved
