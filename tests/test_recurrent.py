@@ -74,6 +74,19 @@ def test_strong_gates_of_few_tokens(gates):
         check(Case(gates, strength=strength, B=1, T=T), METHODS["auto"])
 
 
+@pytest.mark.parametrize("gates", ["gk", "gv"])
+def test_gates_just_weak_enough_to_factorise(gates):
+    """Their gradients have lost the digits of one decay: how many are left depends on luck."""
+    for T, seed, strength in itertools.product((2, 8), range(12), (1.95, 2.95)):
+        case = Case("none", B=1, T=T, H=2, Hkv=2, K=4, V=4, with_state=False, seed=seed)
+        arguments = case.arguments()
+        arguments[gates] = jnp.full_like(arguments["query"], -strength)
+        wide = {name: x.astype(jnp.float64) for name, x in arguments.items()}
+        expected = evaluate(wide, case.options(), linrec.Scan())
+        actual = evaluate(arguments, case.options(), METHODS["auto"])
+        assert_close(actual, expected, "float32", least={"gradient of softmax_scale": 1.0})
+
+
 def test_small_losses():
     """Decays of keys and of values, multiplied, must not take gradients out of float32's range."""
     x = jax.random.normal(jax.random.key(0), (128, 1, 4), jnp.float32)

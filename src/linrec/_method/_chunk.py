@@ -17,7 +17,7 @@ from ._products import for_each_chunk, Product, scale_rows, sum_rows
 _ORDINARY = 32.0
 # The gradient of a gate is a difference of sums. Where all decays of a token together are weaker
 # than this, digits are left.
-_ORDINARY_GATE = 3.0
+_ORDINARY_GATE = 2.0
 # Tokens of the blocks that chunks are cut into where their gates are not ordinary.
 _SMALL = 16
 

@@ -24,6 +24,8 @@ from .base import AbstractMethod
 _MOST_CHUNKS = 8
 _MOST_NUMBERS = 2**17
 _MOST_NUMBERS_ALONE = 2**19
+# Tokens of which no pair is worth a factorisation, nor the digits that gradients lose by it.
+_FEW = 4
 
 
 class Chunked(AbstractMethod):
@@ -286,10 +288,10 @@ class _Walk(NamedTuple):
         )
 
     def choose(self, chunks: Chunks, ordinary, extreme, *operands):
-        """Without gates per channel all gates are ordinary; one token has nothing to factorise."""
+        """Without gates per channel all gates are ordinary; few tokens have little to factorise."""
         if chunks.gk is None and chunks.gv is None:
             return ordinary(chunks, *operands)
-        if self.windows.size == 1:
+        if self.windows.size <= _FEW:
             return extreme(chunks, *operands)
         return jax.lax.cond(chunks.is_ordinary(), ordinary, extreme, chunks, *operands)
 
