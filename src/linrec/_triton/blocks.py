@@ -64,7 +64,9 @@ def load_channel_gates(
     b_gates = tl.load(p, mask=m, other=0.0).to(tl.float32)
     if FOLD_G or FOLD_GAMMA:
         b_g = load_scalar_gates(p_g, b_gamma, o_i, length, H, SIGN, FOLD_G, FOLD_GAMMA)
-        b_gates = tl.where(m, b_gates + b_g[:, None], 0.0)
+        b_gates += b_g[:, None]
+        if ((o_c.shape[0] - 1) & C) != 0:  # C is no multiple of a block, a power of two
+            b_gates = tl.where((o_c < C)[None, :], b_gates, 0.0)
     return b_gates
 
 
