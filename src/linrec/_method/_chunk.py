@@ -89,6 +89,10 @@ class Write(eqx.Module):
     """Of the state, and of what is written, which is larger for it."""
     decay_value: Float[Array, "*chunks heads 1 value"] | None
 
+    @property
+    def keeps_everything(self) -> bool:
+        return self.decay is None and self.decay_key is None and self.decay_value is None
+
     def __call__(self, h: Float[Array, "*chunks heads key value"]) -> Array:
         h = h if self.decay is None else scale_rows(h, self.decay)
         return self._decayed(h + self.written)
@@ -282,9 +286,9 @@ def cumulative(g: Float[Array, "*rows chunk heads x"], reverse: bool = False):
     """Sums of blocks, and inside of them: XLA is slow at `jnp.cumsum` on CPUs."""
     C = g.shape[-3]
     width = 1 << (C.bit_length() - 1) // 2
-    inside = _sum_until(g.reshape(*g.shape[:-3], C // width, width, *g.shape[-2:]), -3, reverse)
+    inside = sum_until(g.reshape(*g.shape[:-3], C // width, width, *g.shape[-2:]), -3, reverse)
     blocks = inside[..., :1, :, :] if reverse else inside[..., -1:, :, :]
-    return (inside + (_sum_until(blocks, -4, reverse) - blocks)).reshape(g.shape)
+    return (inside + (sum_until(blocks, -4, reverse) - blocks)).reshape(g.shape)
 
 
 def _cumulative_forward(g, reverse):
@@ -298,9 +302,9 @@ def _cumulative_backward(reverse, _, d_sums):
 cumulative.defvjp(_cumulative_forward, _cumulative_backward)
 
 
-def _sum_until(x: Array, axis: int, reverse: bool) -> Array:
+def sum_until(x: Array, axis: int, reverse: bool) -> Array:
     """As `jnp.cumsum`, one by one: for few."""
-    axis, n = x.ndim + axis, x.shape[axis]
+    axis, n = axis % x.ndim, x.shape[axis]
     window, padding = [1] * x.ndim, [(0, 0)] * x.ndim
     window[axis], padding[axis] = n, (0, n - 1) if reverse else (n - 1, 0)
     return jax.lax.reduce_window(x, x.dtype.type(0), jax.lax.add, window, [1] * x.ndim, padding)

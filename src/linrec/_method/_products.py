@@ -56,6 +56,17 @@ def _product_backward(how, equation, residuals, d_z):
 _product.defvjp(_product_forward, _product_backward)
 
 
+def in_registers(x: Float[Array, "*rows x"]) -> Float[Array, "*rows x"]:
+    """`x`, so that a CPU copies it by whole registers.
+
+    Copies of rows of up to 64 numbers are unrolled by XLA, number by number. It does not unroll
+    products, so here is one, with a 1 that it does not know.
+    """
+    if x.shape[-1] > 64:
+        return x
+    return x * jax.lax.optimization_barrier(jnp.ones((), x.dtype))
+
+
 def sum_rows(x: Float[Array, "*rows n x"]) -> Float[Array, "*rows n 1"]:
     """A product with ones: XLA is slow at sums of rows on CPUs."""
     return jnp.matmul(x, jnp.ones((x.shape[-1], 1), x.dtype), precision=jax.lax.Precision.HIGHEST)

@@ -14,16 +14,16 @@ from jaxtyping import Array, Int
 from .._inputs import count, Inputs
 from .._transform import fold_vmap
 from .._varlen import Parts, plan_parts, Windows
-from ._chunk import Chunks, effect, in_small_blocks, Read
-from ._products import Product
+from ._chunk import Chunks, effect, in_small_blocks, Read, sum_until, Write
+from ._products import in_registers, Product
 from .base import AbstractMethod
 
 
 # Chunks that are worked on at once: enough to keep a device busy, while the numbers of their states
-# fit into a cache, beside everything else: of that there is little without gates and gradients.
+# fit into a cache, beside everything else: of that there is less without gates.
 _MOST_CHUNKS = 8
 _MOST_NUMBERS = 2**17
-_MOST_NUMBERS_ALONE = 2**19
+_MOST_NUMBERS_UNGATED = 2**19
 # Tokens of which no pair is worth a factorisation, nor the digits that gradients lose by it.
 _FEW = 4
 
@@ -84,7 +84,7 @@ def _fold_vmap(function, *args):
 
 def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_seqlens):
     """Walks the parts in order of time; the table holds the state each sequence has reached."""
-    walk = _Walk.plan(block, rows, cu_seqlens, backward=keep_states)
+    walk = _Walk.plan(block, rows, cu_seqlens)
     B, _, H, K, V = rows.initial_state.shape
     kept = (B, len(walk.windows) * walk.chunks, H, K, V)
     states = rows.zeros(kept, rows.state_dtype) if keep_states else None
@@ -95,7 +95,7 @@ def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_se
         chunks = walk.prepare(c, walk.load(rows.tokens, c), _at(rows.g_gamma, n), rows.scale)
         o, h, before = walk.choose(chunks, _run_ordinary, _run_extreme, _at(table, n))
         if keep_states:
-            states = _put(states, before, c * walk.chunks)
+            states = _put(states, in_registers(before), c * walk.chunks)
         return walk.store(output, o, c), _put(table, h[:, None], n), states
 
     output = rows.zeros(rows.output_shape, rows.v.dtype)
@@ -106,7 +106,7 @@ def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_se
 def _backward(block: int, all_parts: bool, rows, cu_seqlens):
     """Walks the parts back; tables hold the state each sequence has reached, and its gradient."""
     rows, states, final_state, d_output, d_final = rows
-    walk = _Walk.plan(block, rows, cu_seqlens, backward=True)
+    walk = _Walk.plan(block, rows, cu_seqlens)
     steps = walk.steps(all_parts)
 
     def body(i, carry):
@@ -120,7 +120,8 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
             rows.scale,
         )
         before = jax.lax.dynamic_slice_in_dim(states, c * walk.chunks, walk.chunks, axis=1)
-        d_o = walk.mask(walk.load(d_output, c), c).astype(rows.state_dtype)
+        before = in_registers(before)
+        d_o = in_registers(walk.mask(walk.load(d_output, c), c).astype(rows.state_dtype))
         d_chunks, d_h = walk.choose(
             chunks,
             _pull_back_ordinary,
@@ -162,13 +163,23 @@ def _pull_back_ordinary(chunks: Chunks, before: Array, h: Array | None, d_o: Arr
     (read, write), pull_back = jax.vjp(effect, chunks)
     d_read, d_before = jax.vjp(Read.__call__, read, before)[1](chunks.heads_first(d_o))
 
-    def pull_back_state(d_h, chunk):
+    d_h, d_after = _pull_back_states(write, d_before, d_h)
+    after = None if h is None else jnp.concatenate([before[:, 1:], h[:, None]], 1)
+    return pull_back((d_read, write.gradient(before, after, d_after)))[0], d_h
+
+
+def _pull_back_states(write: Write, d_before: Array, d_h: Array) -> tuple[Array, Array]:
+    """The gradients of the state before the chunks, and of those after each of them."""
+    if write.keeps_everything:  # one sum over all chunks, which XLA does not compute twice
+        d_h = d_h[:, None]
+        d_states = d_h + sum_until(d_before[:, None], 2, reverse=True)[:, 0]
+        return d_states[:, 0], jnp.concatenate([d_states[:, 1:], d_h], 1)
+
+    def one(d_h, chunk):
         write, d_before = chunk
         return write.transposed(d_h) + d_before, d_h
 
-    d_h, d_after = _over_chunks(pull_back_state, d_h, (write, d_before), reverse=True)
-    after = None if h is None else jnp.concatenate([before[:, 1:], h[:, None]], 1)
-    return pull_back((d_read, write.gradient(before, after, d_after)))[0], d_h
+    return _over_chunks(one, d_h, (write, d_before), reverse=True)
 
 
 def _over_chunks(function, carry, chunks, reverse: bool = False):
@@ -207,14 +218,14 @@ class _Walk(NamedTuple):
     precision: jax.lax.Precision
 
     @staticmethod
-    def plan(block: int, rows: Inputs, cu_seqlens, backward: bool) -> "_Walk":
+    def plan(block: int, rows: Inputs, cu_seqlens) -> "_Walk":
         B, T, H, _ = rows.q.shape
         size = min(block, 1 << (T.bit_length() - 1))
         chunks = 1
         if cu_seqlens is None and isinstance(B, int):  # not so in `jax.export` of any batch
             state = math.prod(rows.initial_state.shape)
             gates = any(x is not None for x in (rows.g, rows.g_gamma, rows.gk, rows.gv))
-            numbers = _MOST_NUMBERS if gates or backward else _MOST_NUMBERS_ALONE
+            numbers = _MOST_NUMBERS if gates else _MOST_NUMBERS_UNGATED
             # Chunks are unrolled. With gates of keys and of values, XLA would be at it for long.
             most = 2 if rows.gk is not None and rows.gv is not None else _MOST_CHUNKS
             most = max(1, min(most, numbers // state, T // size))
@@ -278,8 +289,8 @@ class _Walk(NamedTuple):
         copied = 0 if gk is None and gv is None and scalar is None else 128
         return Chunks(
             ready(q) * scale[:, None, None, None],
-            of_query_heads(ready(k)),
-            of_query_heads(ready(v)),
+            of_query_heads(in_registers(ready(k))),
+            of_query_heads(in_registers(ready(v))),
             scalar,
             None if gk is None else ready(gk),
             None if gv is None else ready(gv),
