@@ -212,10 +212,9 @@ def results(command: str) -> str:
         document = json.loads(path.read_text())
         if document["command"] != command:
             continue
-        arguments = re.sub(r" --output \S+", "", document["arguments"])
         parts.append(
             f"Python {document['python']}, JAX {document['jax']}, {document['cpu_count']} cores, "
-            f"{document['time'][:10]}: `python -m linrec.benchmark {arguments}`\n"
+            f"{document['time'][:10]}: `python -m linrec.benchmark {document['arguments']}`\n"
         )
         parts += COMMANDS[command](document["records"])
     return "\n".join(["", *parts, ""]) if parts else ""

@@ -23,7 +23,7 @@ from .base import AbstractMethod
 # fit into a cache, beside everything else: of that there is less without gates.
 _MOST_CHUNKS = 8
 _MOST_NUMBERS = 2**17
-_MOST_NUMBERS_UNGATED = 2**19
+_MOST_NUMBERS_UNGATED = 2**18
 # Tokens of which no pair is worth a factorisation, nor the digits that gradients lose by it.
 _FEW = 4
 
@@ -119,8 +119,9 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
             _at(rows.g_gamma, n),
             rows.scale,
         )
-        before = jax.lax.dynamic_slice_in_dim(states, c * walk.chunks, walk.chunks, axis=1)
-        before = in_registers(before)
+        before = in_registers(
+            jax.lax.dynamic_slice_in_dim(states, c * walk.chunks, walk.chunks, axis=1)
+        )
         d_o = in_registers(walk.mask(walk.load(d_output, c), c).astype(rows.state_dtype))
         d_chunks, d_h = walk.choose(
             chunks,
@@ -162,7 +163,6 @@ def _pull_back_ordinary(chunks: Chunks, before: Array, h: Array | None, d_o: Arr
     """
     (read, write), pull_back = jax.vjp(effect, chunks)
     d_read, d_before = jax.vjp(Read.__call__, read, before)[1](chunks.heads_first(d_o))
-
     d_h, d_after = _pull_back_states(write, d_before, d_h)
     after = None if h is None else jnp.concatenate([before[:, 1:], h[:, None]], 1)
     return pull_back((d_read, write.gradient(before, after, d_after)))[0], d_h
@@ -225,10 +225,12 @@ class _Walk(NamedTuple):
         if cu_seqlens is None and isinstance(B, int):  # not so in `jax.export` of any batch
             state = math.prod(rows.initial_state.shape)
             gates = any(x is not None for x in (rows.g, rows.g_gamma, rows.gk, rows.gv))
-            numbers = _MOST_NUMBERS if gates else _MOST_NUMBERS_UNGATED
+            fit = max(1, _MOST_NUMBERS // state)
+            if not gates and state <= _MOST_NUMBERS_UNGATED:  # two pay, even if only one fits
+                fit = max(2, _MOST_NUMBERS_UNGATED // state)
             # Chunks are unrolled. With gates of keys and of values, XLA would be at it for long.
             most = 2 if rows.gk is not None and rows.gv is not None else _MOST_CHUNKS
-            most = max(1, min(most, numbers // state, T // size))
+            most = min(most, fit, T // size)
             parts = -(-T // (size * most))
             chunks = min(most, -(-T // (size * parts)))
         return _Walk(

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, UTC
@@ -81,7 +82,7 @@ def write_json(path: Path, command: str, records: Sequence[dict[str, Any]]) -> N
     device = jax.devices()[0]
     document = {
         "command": command,
-        "arguments": " ".join(sys.argv[1:]),
+        "arguments": re.sub(r" --output \S+", "", " ".join(sys.argv[1:])),
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "linrec": linrec.__version__,
         "jax": jax.__version__,
