@@ -170,7 +170,9 @@ def _pull_back_ordinary(chunks: Chunks, before: Array, h: Array | None, d_o: Arr
 
 def _pull_back_states(write: Write, d_before: Array, d_h: Array) -> tuple[Array, Array]:
     """The gradients of the state before the chunks, and of those after each of them."""
-    if write.keeps_everything:  # one sum over all chunks, which XLA does not compute twice
+    if write.keeps_everything:
+        # A running sum: on CPUs XLA is slower at the chain below. With an axis more, in which there
+        # is nothing to sum, it orders the operations around it better (15% of the time, JAX 0.10).
         d_h = d_h[:, None]
         d_states = d_h + sum_until(d_before[:, None], 2, reverse=True)[:, 0]
         return d_states[:, 0], jnp.concatenate([d_states[:, 1:], d_h], 1)
