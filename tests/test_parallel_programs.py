@@ -102,6 +102,20 @@ def test_rows_and_heads_give_the_same(heads, sizes):
         assert not actual.sharding.is_fully_replicated
 
 
+@pytest.mark.parametrize("types", TYPES.values(), ids=TYPES)
+def test_fewer_key_heads_than_devices(types):
+    mesh = make_mesh(*types, data=1, model=4)
+    of_heads, whole = (NamedSharding(mesh, PartitionSpec(None, None, x)) for x in ("model", None))
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), (2, 64, H, 16)) for i, H in enumerate((8, 2, 2))
+    )
+    arguments = {"query": q, "key": k, "value": v}
+    places = {"query": of_heads, "key": whole, "value": whole}
+    run = jax.jit(partial(both, METHODS["chunked-16"]))
+    actual, expected = run(jax.device_put(arguments, places)), run(arguments)
+    assert max(jax.tree.leaves(jax.tree.map(relative_error, actual, expected))) < 1e-6
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("exchange", ["all_gather", "log_step"])
 def test_one_exchange_each_way_whatever_the_length(exchange):

@@ -119,10 +119,12 @@ def _by_device(function):
 
         def rule(mesh, arguments, results):
             """Axes of one name are split alike: what is known of one array is passed to others."""
-            del mesh
             fresh = (f"axis{i}" for i in itertools.count())
-            groups = {"group": heads // kv_heads} if heads > kv_heads > 1 else {}
-            query_head = "(head group)" if groups else "group"  # a factor of 1 is none
+            # A factor of 1 is none. One that an axis of the mesh does not divide would be split by
+            # part of that axis, which JAX cannot say.
+            nested = heads > kv_heads > 1 and all(kv_heads % n == 0 for n in mesh.shape.values())
+            groups = {"group": heads // kv_heads} if nested else {}
+            query_head = "(head group)" if nested else "group"
 
             def axes(x, in_rows=True):
                 names = [next(fresh) for _ in x.shape]
