@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,6 +20,7 @@ from .helpers import (
     reference,
     relative_error,
 )
+from .nn_cases import layers, LENGTH, VOCAB
 from .test_parallel import make_mesh
 
 
@@ -132,3 +134,24 @@ def test_sequence():
         actual = check(Case("gk", T=40), method, put)
         assert spec_of(actual["output"]) == ("data", "seq", None, None)
         assert spec_of(actual["final_state"]) == ("data", None, None, None)
+
+
+def test_language_model():
+    """On a mesh as `jax.make_mesh` makes it: its axes are explicit."""
+    mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
+    model = layers()["hybrid_model"](jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (4, LENGTH + 1), 0, VOCAB)
+
+    @eqx.filter_jit
+    @eqx.filter_value_and_grad
+    def run(model, tokens):
+        losses, _ = jax.vmap(lambda t: model.loss(t[:-1], t[1:]))(tokens)
+        return jnp.sum(losses)
+
+    whole, of_rows = (NamedSharding(mesh, PartitionSpec(x)) for x in (None, "data"))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    with jax.set_mesh(mesh):
+        placed = eqx.combine(jax.device_put(arrays, whole), static)
+        actual = run(placed, jax.device_put(tokens, of_rows))
+    expected = run(model, tokens)
+    assert max(jax.tree.leaves(jax.tree.map(relative_error, actual, expected))) < 1e-5

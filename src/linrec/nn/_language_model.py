@@ -4,6 +4,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from .._inputs import count
@@ -124,7 +125,7 @@ class LanguageModel(AbstractLayer):
                 new_states.append(state)
             return x, tuple(new_states)
 
-        y = jax.vmap(self.embedding)(x)
+        y = _rows(self.embedding.weight, x)
         y, state = jax.lax.scan(repetition, y, (arrays, time.layers_first(state)))
         weight = self.embedding.weight if self.head is None else self.head.weight
         logits = jnp.einsum(
@@ -177,6 +178,15 @@ class LanguageModel(AbstractLayer):
         predicted = jnp.take_along_axis(logits, known[:, None], axis=-1)[:, 0]
         losses = jax.nn.logsumexp(logits, axis=-1) - predicted
         return jnp.sum(jnp.where(counts, losses, 0)), state
+
+
+def _rows(table: Float[Array, "rows dim"], index: Int[Array, " seq"]) -> Float[Array, "seq dim"]:
+    """`table[index]`, sharded as `index` is: where types say so, JAX wants to be told."""
+    sharding = jax.typeof(index).sharding
+    if not sharding.mesh.explicit_axes:
+        return table[index]
+    place = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
+    return table.at[index].get(out_sharding=place)
 
 
 def _period(blocks: list[Block]) -> int:
