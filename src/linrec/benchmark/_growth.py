@@ -12,10 +12,7 @@ from ._cases import Case
 from ._contestants import linrec_method
 from ._options import at_least, cases
 from ._programs import compile_jax
-from ._report import print_table, progress, write_json, write_lines
-
-
-MIB = 2**20
+from ._report import MIB, print_table, progress, write_json, write_lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

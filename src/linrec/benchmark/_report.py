@@ -19,6 +19,9 @@ import jax
 import linrec
 
 
+MIB = 2**20
+
+
 @contextlib.contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
     """A bar on stderr. Call what it gives with a description of each of `total` steps.
@@ -87,7 +90,7 @@ def write_json(path: Path, command: str, records: Sequence[dict[str, Any]]) -> N
         "linrec": linrec.__version__,
         "jax": jax.__version__,
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()}-{platform.machine()}",
         "device": device.device_kind,
         "cpu_count": os.cpu_count(),
         "records": list(records),

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 import linrec
 
-from ._cases import DTYPES, GATES, parse_shape, write_shapes
+from ._cases import Case, DTYPES, GATES, parse_shape, write_shapes
+from ._compiled import compile_call, TARGETS
 from ._options import add_gates_option, add_output_option, at_least
 from ._report import print_table, progress, write_bars, write_json
 
@@ -34,10 +33,9 @@ Step = Callable[[str], None]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    targets = ("sm_80", "sm_90", "sm_100", "gfx942")
     add_gates_option(parser, list(GATES))
     parser.add_argument(
-        "--targets", nargs="*", choices=targets, default=list(targets), help="(default: all)"
+        "--targets", nargs="*", choices=TARGETS, default=list(TARGETS), help="(default: all)"
     )
     parser.add_argument(
         "--sizes", nargs="+", type=at_least(1), default=[64, 128, 256],
@@ -59,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Returns 1 if a default configuration spills, up to 128 channels in 16 bit."""
+    """Returns 1 if a default spills on sm_80 or sm_90, up to 128 channels in 16 bit."""
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     if missing:
         raise SystemExit(
@@ -88,22 +86,6 @@ def main(args: argparse.Namespace) -> int:
     return int(bool(spills) and args.dtype != "float32")
 
 
-def _abstract(name: str, shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
-    del name
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-def problem(
-    gates: str, shape: Sequence[int], dtype: str, make: Callable[..., Any] = _abstract
-) -> dict[str, Any]:
-    """Arguments of `linrec.recurrent`, each made by `make(name, shape, dtype)`."""
-    B, T, H, K, V = shape
-    shapes = {"query": (B, T, H, K), "key": (B, T, H, K), "value": (B, T, H, V)}
-    gate_shapes = {"g": (B, T, H), "g_gamma": (H,), "gk": (B, T, H, K), "gv": (B, T, H, V)}
-    out = {name: make(name, x, dtype) for name, x in shapes.items()}
-    return out | {name: make(name, gate_shapes[name], "float32") for name in GATES[gates]}
-
-
 def _everything(method: linrec.AbstractMethod, arguments: dict[str, Any]):
     """Forward and backward."""
     out, pull_back = jax.vjp(lambda x: linrec.recurrent(**x, method=method), arguments)
@@ -112,13 +94,13 @@ def _everything(method: linrec.AbstractMethod, arguments: dict[str, Any]):
 
 def _resources(gates, targets, sizes, dtype, step: Step) -> Records:
     from .._triton.call import record_calls
-    from ._compiled import compile_call, TARGETS
 
     records = []
     for K in sizes:
         for gate in gates:
-            arguments = problem(gate, (1, 1024, 8, K, K), dtype)
-            token = problem(gate, (1, 1, 8, K, K), dtype)
+            arguments, token = (
+                jax.eval_shape(Case((1, T, 8, K, K), gate, dtype).inputs) for T in (1024, 1)
+            )
             method = linrec.Triton(interpret=True)
             with record_calls() as calls:
                 jax.eval_shape(lambda x: _everything(method, x), arguments)  # noqa: B023
@@ -170,17 +152,11 @@ def _work(gates, shape, dtype, step: Step) -> Records:
     """What the interpreter counted, with ordinary gates."""
     from .._triton.interpret import count_work
 
-    rng = np.random.default_rng(0)
-
-    def make(name: str, shape: tuple[int, ...], dtype: str) -> jax.Array:
-        x = jnp.asarray(rng.standard_normal(shape), jnp.float32)
-        return (jax.nn.log_sigmoid(x) / 16 if name.startswith("g") else x).astype(dtype)
-
     records = []
     for gate in gates:
         step(f"counting: gate {gate}")
         with count_work() as table:
-            arguments = problem(gate, shape, dtype, make)
+            arguments = Case(shape, gate, dtype).inputs()
             jax.block_until_ready(_everything(linrec.Triton(interpret=True), arguments))
         passes = {"forward": [], "backward": []}
         for name, work in table.items():
@@ -230,8 +206,9 @@ def _training_steps(gates, shapes, dtype, step: Step) -> Records:
     for shape in shapes:
         for gate in gates:
             step(f"a training step for an H100: {shape}, gate {gate}")
+            arguments = jax.eval_shape(Case(shape, gate, dtype).inputs)
             for name, method in methods.items():
-                memory = step_memory(method, problem(gate, shape, dtype), sharding)
+                memory = step_memory(method, arguments, sharding)
                 records.append(
                     {"what": "training_step", "shape": shape, "gate": gate, "method": name}
                     | memory._asdict()

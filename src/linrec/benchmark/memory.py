@@ -9,10 +9,7 @@ from ._cases import Case
 from ._check import Problem
 from ._contestants import choose, Contestant
 from ._options import add_case_options, cases, failed, memory_limit, PASSES
-from ._report import describe, print_table, progress, write_bars, write_json
-
-
-MIB = 2**20
+from ._report import describe, MIB, print_table, progress, write_bars, write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

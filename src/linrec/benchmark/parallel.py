@@ -19,10 +19,9 @@ import linrec
 
 from ._collectives import received_bytes
 from ._options import add_output_option, at_least, PASSES, refuse
-from ._report import print_table, progress, write_json, write_lines
+from ._report import MIB, print_table, progress, write_json, write_lines
 
 
-MIB = 2**20
 # NVIDIA's data sheets: H100 SXM, dense bfloat16; DGX H100, one 400 Gb/s InfiniBand port per GPU.
 PEAK_FLOPS = 989e12
 LINK_BYTES = 50e9
@@ -67,6 +66,7 @@ def _measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     jax.config.update("jax_num_cpu_devices", max(args.devices, *args.many))
     tasks = [(name, args.devices, T) for name in CONTESTANTS for T in args.lengths]
     tasks += [("linrec, log_step", devices, devices * CHUNK) for devices in args.many]
+    tasks = list(dict.fromkeys(tasks))
     records = []
     with progress(len(tasks)) as step:
         for name, devices, length in tasks:
@@ -163,7 +163,9 @@ def _project(args: argparse.Namespace, records: list[dict[str, Any]]) -> list[di
     projection = []
     for P in args.many:
         exchanged = next(
-            r["received_bytes"] for r in both if r["devices"] == P and r["length"] == P * CHUNK
+            r["received_bytes"]
+            for r in both
+            if (r["contestant"], r["devices"], r["length"]) == ("linrec, log_step", P, P * CHUNK)
         )
         steps = 2 * (1 + math.ceil(math.log2(P - 1)))
         attention = 3 * 2 * L * (P * L) * size
