@@ -6,6 +6,7 @@ from functools import partial
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -128,7 +129,13 @@ def test_values_of_cu_seqlens(boundaries, message, jit):
 
 @pytest.mark.parametrize(
     ("block", "expected"),
-    [(0, "1 or more"), (48, "a power of two"), (2.0, "an integer"), ("64", "an integer")],
+    [
+        (0, "1 or more"),
+        (48, "a power of two"),
+        (2.0, "an integer"),
+        ("64", "an integer"),
+        (np.array(64.0), "an integer"),
+    ],
 )
 def test_block(block, expected):
     with pytest.raises(ValueError, match=rf"linrec.Chunked\(block=...\)` expects {expected}"):

@@ -57,7 +57,7 @@ CALLS = {
     ),
     "layer_idx": (
         lambda: make(nn.LightningAttention, 2, layer_idx=1, num_layers=1),
-        "counted from 0",
+        r"`layer_idx` expects a layer counted from 0, below `num_layers` \(1\)",
     ),
     "lower_bound": (lambda: make(nn.HGRN2, 2, lower_bound=1.0), "lower_bound"),
     "HGRN2 heads": (lambda: make(nn.HGRN2), "`num_heads`"),
@@ -65,6 +65,9 @@ CALLS = {
     "window": (lambda: make(nn.SlidingWindowAttention, window=0), "window"),
     "no heads": (lambda: make(num_heads=0), "`num_heads` expects 1 or more"),
     "negative key_size": (lambda: make(key_size=-2), "`key_size` expects 1 or more"),
+    "HGRN2 key_size": (lambda: make(nn.HGRN2, 2, key_size=0), "`key_size` expects 1 or more"),
+    "HGRN2 half a channel": (lambda: make(nn.HGRN2, key_size=2.5), "`key_size` expects an integer"),
+    "negative heads": (lambda: make(nn.Mamba2, -2), "`num_heads` expects 1 or more"),
     "no conv_size": (lambda: make(nn.Mamba2, 4, conv_size=None), "`conv_size` expects an integer"),
     "boundaries of no sequence": (
         lambda: make(nn.SlidingWindowAttention, window=2)(X, cu_seqlens=jnp.array([0])),

@@ -90,11 +90,15 @@ def count(argument: str, number: Any, least: int = 1) -> int:
     """`number` as an `int`, for arguments that have to be known when a program is traced."""
     if isinstance(number, Tracer):
         raise ValueError(f"{argument} shapes the program: it cannot be traced, but is {number}.")
-    if isinstance(number, bool) or not hasattr(number, "__index__"):
+    try:
+        integer = None if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        integer = None
+    if integer is None:
         raise ValueError(f"{argument} expects an integer, but got {number!r}.")
-    if operator.index(number) < least:
+    if integer < least:
         raise ValueError(f"{argument} expects {least} or more, but got {number!r}.")
-    return operator.index(number)
+    return integer
 
 
 def canonicalise(
@@ -153,11 +157,10 @@ def canonicalise(
     )
     unbatched = 2 if one_token else 3  # axes
     if query.ndim not in (unbatched, unbatched + 1):
-        fail(
-            "query",
-            "expects 4 axes (batch, seq, heads, key), or 3 without a batch, but has shape "
-            f"{query.shape}.",
-        )
+        wanted = "4 axes (batch, seq, heads, key), or 3 without a batch"
+        if one_token:
+            wanted = "one token, (heads, key) or (batch, heads, key), and no sequence"
+        fail("query", f"expects {wanted}, but has shape {query.shape}.")
     for argument, x in (("key", key), ("value", value)):
         if x.ndim != query.ndim or x.shape[:-2] != query.shape[:-2]:
             fail(
@@ -192,14 +195,15 @@ def canonicalise(
     compute_dtype = jnp.float64 if jnp.float64 in (query.dtype, key.dtype, value.dtype) else None
     compute_dtype = jnp.dtype(compute_dtype or jnp.float32)
 
+    if gk is not None:
+        gk = as_float("gk", gk)
+        expect("gk", gk, (*lead, H, K), meaning="one gate per key channel")
     if g is not None:
         g = as_float("g", g)
         expect("g", g, (*lead, H), (*lead, H, K), meaning="one gate per head or per key channel")
         if g.ndim == query.ndim:  # per key channel: the same thing as `gk`
-            g, gk = None, g if gk is None else _add_gates(as_float("gk", gk), g, compute_dtype)
-    if gk is not None:
-        gk = as_float("gk", gk)
-        expect("gk", gk, (*lead, H, K), meaning="one gate per key channel")
+            gk = g if gk is None else gk.astype(compute_dtype) + g.astype(compute_dtype)
+            g = None
     if gv is not None:
         gv = as_float("gv", gv)
         expect("gv", gv, (*lead, H, V), meaning="one gate per value channel")
@@ -273,12 +277,6 @@ def vary_alike(tree):
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(vary, tree)
-
-
-def _add_gates(gk: Array, g: Array, dtype: jnp.dtype) -> Array:
-    if gk.shape != g.shape:
-        return gk  # its own check will say what is wrong with it
-    return gk.astype(dtype) + g.astype(dtype)
 
 
 def check_boundaries(name: str, cu_seqlens: Any, T: int) -> Array:

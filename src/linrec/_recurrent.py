@@ -198,16 +198,22 @@ def lightning_attn(
     )
 
 
-def lightning_decay(heads: int, layer_idx: int, num_layers: int) -> Float[Array, " heads"]:
-    """The log-decays of [`linrec.lightning_attn`][]."""
-    layer_idx = count("`linrec.lightning_attn(..., layer_idx=...)`", layer_idx, least=0)
-    num_layers = count("`linrec.lightning_attn(..., num_layers=...)`", num_layers)
+def lightning_decay(num_heads: int, layer_idx: int, num_layers: int) -> Float[Array, " heads"]:
+    """The log-decays of [`linrec.lightning_attn`][].
+
+    **Arguments:** `num_heads` is the number of query heads, `layer_idx` and `num_layers` are as
+    there.
+    """
+    num_heads = count("`num_heads`", num_heads)
+    layer_idx = count("`layer_idx`", layer_idx, least=0)
+    num_layers = count("`num_layers`", num_layers)
     if layer_idx >= num_layers:
         raise ValueError(
-            "`linrec.lightning_attn(..., layer_idx=..., num_layers=...)` expects a layer counted "
-            f"from 0 below `num_layers`, but got {layer_idx} of {num_layers}."
+            f"`layer_idx` expects a layer counted from 0, below `num_layers` ({num_layers}), but "
+            f"got {layer_idx}."
         )
-    return -(8 / heads) * (1 - layer_idx / num_layers) * jnp.arange(heads, dtype=jnp.float32)
+    heads = jnp.arange(num_heads, dtype=jnp.float32)
+    return -(8 / num_heads) * (1 - layer_idx / num_layers) * heads
 
 
 def choose_method(method: Any, chunk_size: Any) -> AbstractMethod:

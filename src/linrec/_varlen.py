@@ -48,6 +48,11 @@ class Parts(NamedTuple):
     used: Int[Array, ""]
 
 
+def boundaries(cu_seqlens: Int[Array, " boundaries"] | None, T: int) -> Int[Array, " boundaries"]:
+    """Those of one sequence of `T` tokens, if none are given."""
+    return T * jnp.arange(2, dtype=jnp.int32) if cu_seqlens is None else cu_seqlens
+
+
 def plan_parts(
     cu_seqlens: Int[Array, " boundaries"] | None, T: int, size: int, reverse: bool
 ) -> Parts:
@@ -57,11 +62,8 @@ def plan_parts(
     sequences need at most `T // size + N`.
     """
     dense = cu_seqlens is None
-    if cu_seqlens is None:
-        number = -(-T // size)
-        cu_seqlens = T * jnp.arange(2, dtype=jnp.int32)
-    else:
-        number = T // size + cu_seqlens.shape[0] - 1
+    cu_seqlens = boundaries(cu_seqlens, T)
+    number = -(-T // size) if dense else T // size + cu_seqlens.shape[0] - 1
     begin, end = cu_seqlens[:-1], cu_seqlens[1:]
     # One past the last part of each sequence.
     last = jnp.cumsum(-(-(end - begin) // size), dtype=jnp.int32)

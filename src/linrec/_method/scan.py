@@ -83,13 +83,6 @@ def step(
 
     **Returns:** `(output, state)`.
     """
-
-    if jnp.ndim(query) not in (2, 3):
-        raise ValueError(
-            "`linrec.step(..., query=...)` expects one token, (heads, key) or (batch, heads, key), "
-            f"but has shape {jnp.shape(query)}. For whole sequences call `linrec.recurrent`."
-        )
-
     inputs, layout = canonicalise(
         "linrec.step",
         query,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from .._inputs import count, Inputs, Tokens
-from .._varlen import Piece, plan_pieces, Windows
+from .._varlen import boundaries, Piece, plan_pieces, Windows
 from .auto import Auto
 from .base import AbstractMethod, expect_method
 
@@ -117,7 +117,7 @@ class _Pieces(NamedTuple):
     def plan(segmented: Segmented, rows: Inputs, cu_seqlens) -> "_Pieces":
         T = rows.q.shape[1]
         windows = plan_pieces(T, segmented.chunk_size, rows.reverse)
-        bounds = jnp.array([0, T], jnp.int32) if cu_seqlens is None else cu_seqlens
+        bounds = boundaries(cu_seqlens, T)
         packed = cu_seqlens is not None or not windows.whole
         return _Pieces(segmented.method, windows, bounds, packed, rows.reverse)
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from .._inputs import Inputs, Tokens
 from .._types import CuSeqlens
-from .._varlen import Piece
+from .._varlen import boundaries, Piece
 from ._crossing import add_incoming, as_map
 from ._exchange import incoming, Ring
 from .base import AbstractMethod, expect_method
@@ -79,8 +79,8 @@ class SequenceParallel(AbstractMethod):
 
     def __check_init__(self):
         expect_method("linrec.SequenceParallel(method, ...)", self.method)
-        for argument in ("axis", "batch_axis", "head_axis"):
-            names = _names(getattr(self, argument))
+        axes = (self.axis,), _names(self.batch_axis), _names(self.head_axis)
+        for argument, names in zip(("axis", "batch_axis", "head_axis"), axes, strict=True):
             if not set(names) <= set(self.mesh.axis_names):
                 raise ValueError(
                     f"`linrec.SequenceParallel(..., {argument}={getattr(self, argument)!r})` "
@@ -185,8 +185,8 @@ class Cut(NamedTuple):
     def of(parallel: SequenceParallel, T: int, cu_seqlens: CuSeqlens | None) -> "Cut":
         size = -(-T // parallel.shards)
         ragged = cu_seqlens is not None or T % parallel.shards != 0
-        bounds = T * jnp.arange(2, dtype=jnp.int32) if cu_seqlens is None else cu_seqlens
-        return Cut(parallel.axis, parallel.shards, T, size, jnp.asarray(bounds, jnp.int32), ragged)
+        bounds = boundaries(None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32), T)
+        return Cut(parallel.axis, parallel.shards, T, size, bounds, ragged)
 
     def pad(self, x: Array, axis: int) -> Array:
         missing = self.shards * self.size - self.length

@@ -26,6 +26,8 @@ class GatedMLP(eqx.Module):
         init: Init | None = None,
         key: PRNGKeyArray,
     ):
+        """**Arguments:** channels of the input and the output, and those in between. The others are
+        as in [`linrec.nn.GatedLinearAttention`][]."""
         in_key, out_key = jax.random.split(key)
         self.gate_and_input = make_linear(size, 2 * inner_size, dtype=dtype, init=init, key=in_key)
         self.output = make_linear(inner_size, size, dtype=dtype, init=init, key=out_key)
@@ -73,7 +75,8 @@ class Block(AbstractLayer):
         - `mixer`: any mixer of `linrec.nn`.
         - `mlp_size`: inner channels of the MLP. Defaults to 8/3 of those of the mixer, rounded up
             to a multiple of 64.
-        - `dtype`, `init`, `key`: as in [`linrec.nn.GatedLinearAttention`][], for the MLP.
+        - `dtype`, `init`, `key`: as in [`linrec.nn.GatedLinearAttention`][], for the MLP; `dtype`
+            is that of the norms too.
         """
         if mlp_size is None:
             mlp_size = -(-8 * mixer.size // (3 * 64)) * 64

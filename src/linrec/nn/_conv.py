@@ -14,7 +14,7 @@ class ShortConvolution(eqx.Module):
 
     $$y_t = \operatorname{silu}\big(b + \sum\nolimits_{i < W} w_i\, x_{t-W+1+i}\big)$$
 
-    Its last `width - 1` inputs are the history that the state keeps.
+    Its last `conv_size - 1` inputs are the history that the state keeps.
     """
 
     weight: Float[Array, "width channels"]
@@ -23,13 +23,14 @@ class ShortConvolution(eqx.Module):
     def __init__(
         self,
         channels: int,
-        width: int,
+        conv_size: int,
         *,
         use_bias: bool = False,
         dtype: Any = None,
         key: PRNGKeyArray,
     ):
-        width = count("`conv_size`", width)
+        """**Arguments:** `conv_size`, the number of taps, $W$."""
+        width = count("`conv_size`", conv_size)
         weight_key, bias_key = jax.random.split(key)
         bound = width**-0.5
         uniform = lambda key, shape: jax.random.uniform(key, shape, dtype, -bound, bound)

@@ -46,6 +46,8 @@ class Hedgehog(eqx.Module):
 
     $[\operatorname{softmax}(Wx), \operatorname{softmax}(-Wx)]$, with $W$ the identity at first.
     Twice as many features as channels.
+
+    **Arguments:** `key_size`, the channels of one head.
     """
 
     weight: Float[Array, "key key"]

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from ._layer import AbstractMixer
 from ._linear import apply_linear, Init, make_linear
-from ._output import Output, per_head_norm
+from ._output import Output
 from ._precision import wide
 from ._projection import head_size, QueryKeyValue
 from ._state import RecurrentState
@@ -91,7 +91,7 @@ class GatedLinearAttention(AbstractMixer):
             size,
             num_heads,
             V,
-            norm=per_head_norm(V, dtype),
+            norm=eqx.nn.RMSNorm(V, use_bias=False, dtype=dtype),
             activation=jax.nn.silu,
             key=output_key,
             **options,

@@ -78,11 +78,17 @@ def generate(
         raise ValueError(f"`linrec.nn.generate(..., stop=...)` expects one token, but got {stop}.")
     max_tokens = count("`linrec.nn.generate(..., max_tokens=...)`", max_tokens, least=0)
     if isinstance(temperature, int | float) and not temperature >= 0:
-        raise ValueError(f"`temperature` must not be negative, but is {temperature}.")
+        raise ValueError(
+            "`linrec.nn.generate(..., temperature=...)` must not be negative, but is "
+            f"{temperature}."
+        )
     if isinstance(top_k, int) and top_k < 1:
-        raise ValueError(f"`top_k` expects 1 or more tokens, but is {top_k}.")
+        raise ValueError(f"`linrec.nn.generate(..., top_k=...)` expects 1 or more, but is {top_k}.")
     if isinstance(top_p, int | float) and not 0 < top_p <= 1:
-        raise ValueError(f"`top_p` expects a probability above 0, up to 1, but is {top_p}.")
+        raise ValueError(
+            "`linrec.nn.generate(..., top_p=...)` expects a probability above 0, up to 1, but is "
+            f"{top_p}."
+        )
     # As arrays, so that other values do not compile again.
     as_array = lambda x, dtype: None if x is None else jnp.asarray(x, dtype)
     return _generate(

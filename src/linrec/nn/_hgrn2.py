@@ -66,7 +66,7 @@ class HGRN2(AbstractMixer):
                 f"got {lower_bound}."
             )
         if num_heads is None:
-            num_heads = count_heads(size, key_size)
+            num_heads = count_heads(size, "key_size", key_size)
         V = head_size("value_size", value_size, size, num_heads)
         qkv_key, output_key = jax.random.split(key)
         options = {"dtype": dtype, "init": init}

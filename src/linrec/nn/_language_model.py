@@ -66,8 +66,9 @@ class LanguageModel(AbstractLayer):
         - `vocab_size`: how many different tokens.
         - `mlp_size`: as in [`linrec.nn.Block`][].
         - `tie_head`: whether the head is the embedding, transposed.
-        - `dtype`, `init`, `key`: as in [`linrec.nn.GatedLinearAttention`][], for the MLPs and the
-            head.
+        - `dtype`: of all parameters but those of the mixers.
+        - `init`: as in [`linrec.nn.GatedLinearAttention`][], for the MLPs and the head.
+        - `key`: for everything, the mixers included.
         """
         num_layers = count("`LanguageModel(..., num_layers=...)`", num_layers)
         vocab_size = count("`LanguageModel(..., vocab_size=...)`", vocab_size)

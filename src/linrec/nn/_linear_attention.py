@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._feature_map import elu_plus_one
 from ._layer import AbstractMixer
 from ._linear import Init
-from ._output import Output, per_head_norm
+from ._output import Output
 from ._precision import wide
 from ._projection import head_size, QueryKeyValue
 from ._state import RecurrentState
@@ -83,7 +83,7 @@ class LinearAttention(AbstractMixer):
             size, num_heads, num_kv_heads, K, V, conv_size, dtype=dtype, init=init, key=qkv_key
         )
         self.query_map = self.key_map = feature_map
-        norm = per_head_norm(V, dtype) if output_norm else None
+        norm = eqx.nn.RMSNorm(V, use_bias=False, dtype=dtype) if output_norm else None
         self.output = Output(size, num_heads, V, norm=norm, dtype=dtype, init=init, key=output_key)
         (features,) = jax.eval_shape(feature_map, jnp.zeros((K,), self.qkv.dtype)).shape
         self.state = RecurrentState.zeros(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._inputs import count
 from ._conv import ShortConvolution
 from ._layer import AbstractMixer
 from ._linear import apply_linear, Init, make_linear
@@ -72,17 +73,17 @@ class Mamba2(AbstractMixer):
         - `trainable_state`, `dtype`, `init`, `key`: as in [`linrec.nn.GatedLinearAttention`][].
         """
         if num_heads is None:
-            num_heads = count_heads(2 * size, value_size)
-        if num_groups < 1 or num_heads % num_groups != 0:
+            num_heads = count_heads(2 * size, "value_size", value_size)
+        self.num_heads = count("`num_heads`", num_heads)
+        self.num_groups = count("`num_groups`", num_groups)
+        self.key_size = count("`key_size`", key_size)
+        self.value_size = count("`value_size`", value_size)
+        if num_heads % num_groups != 0:
             raise ValueError(
                 f"`num_groups` ({num_groups}) has to divide `num_heads` ({num_heads}): every B and "
                 "C serves the same number of heads."
             )
         self.size = size
-        self.num_heads = num_heads
-        self.num_groups = num_groups
-        self.key_size = key_size
-        self.value_size = value_size
         self.trainable_state = trainable_state
         project_key, conv_key, dt_key, A_key, output_key = jax.random.split(key, 5)
         inner = num_heads * value_size

@@ -58,8 +58,3 @@ class Output(eqx.Module):
             gate = self.activation(apply_linear(self.gate, x))
             inner = inner.astype(gate.dtype) * gate
         return apply_linear(self.linear, inner).astype(x.dtype)
-
-
-def per_head_norm(value_size: int, dtype: Any) -> eqx.nn.RMSNorm:
-    """RMS norm of every head's output, with one weight for all heads."""
-    return eqx.nn.RMSNorm(value_size, use_bias=False, dtype=dtype)

@@ -28,9 +28,9 @@ def head_size(
     return size
 
 
-def count_heads(channels: int, head_size: int) -> int:
+def count_heads(channels: int, argument: str, head_size: int) -> int:
     """How many heads share `channels`, where the caller has not said it."""
-    head_size = count("the size of a head", head_size)
+    head_size = count(f"`{argument}`", head_size)
     if channels % head_size != 0:
         raise ValueError(
             f"{channels} channels do not make a whole number of heads of {head_size} channels. "
@@ -56,7 +56,7 @@ class QueryKeyValue(eqx.Module):
         num_kv_heads: int | None,
         key_size: int,
         value_size: int,
-        conv_size: int | None,
+        conv_size: int | None = None,
         *,
         dtype: Any = None,
         init: Init | None = None,
@@ -70,16 +70,16 @@ class QueryKeyValue(eqx.Module):
         - `conv_size`: taps of the short convolution. `None`: without.
         - `dtype`, `init`, `key`: of the parameters.
         """
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_kv_heads < 1 or num_heads % num_kv_heads != 0:
+        self.num_heads = count("`num_heads`", num_heads)
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.num_kv_heads = count("`num_kv_heads`", kv_heads)
+        self.key_size = count("`key_size`", key_size)
+        self.value_size = count("`value_size`", value_size)
+        if num_heads % self.num_kv_heads != 0:
             raise ValueError(
                 f"`num_kv_heads` ({num_kv_heads}) has to divide `num_heads` ({num_heads}): every "
                 "key and value head serves the same number of query heads."
             )
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.key_size = key_size
-        self.value_size = value_size
         linear_key, conv_key = jax.random.split(key)
         channels = sum(self._channels)
         self.linear = make_linear(size, channels, dtype=dtype, init=init, key=linear_key)

@@ -86,19 +86,17 @@ class Shard(AbstractTimeline):
         # Where in its sequence the row lies. Before its first token is the history that was given.
         place = self.piece.begin - self.piece.bounds[n] + jnp.arange(-M, 0, dtype=jnp.int32)
         given = rows[n][jnp.clip(place + M, 0, M - 1)]
-        over = lambda mask, x: mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))
-        came = jnp.where(over(place >= 0, given), self._tokens_before(x, M), given)
-        rows = jnp.where(over(comes_in, rows), came[None], rows)
+        came = jnp.where(_over(place >= 0, given), self._tokens_before(x, M), given)
+        rows = jnp.where(_over(comes_in, rows), came[None], rows)
         return self.local.extend(self._of_sequences(rows), x)
 
     def _tokens_before(self, x: Array, number: int) -> Array:
         """So many tokens before the shard, from as many other shards as it takes."""
-        size, shards = self.piece.size, self.parallel.shards
+        size, ring = self.piece.size, self.parallel.ring(reverse=False)
         pieces = []
         for distance in range(1, -(-number // size) + 1):
             tail = x[-min(size, number - (distance - 1) * size) :]
-            pairs = [(i, i + distance) for i in range(shards - distance)]
-            pieces.insert(0, jax.lax.ppermute(tail, self.parallel.axis, pairs))
+            pieces.insert(0, ring.shift(tail, distance))
         return jnp.concatenate(pieces)
 
     def at_tokens(self, y, history):
@@ -106,9 +104,13 @@ class Shard(AbstractTimeline):
 
     def last(self, extended, history):
         rows = self.local.last(extended, history)
-        ends = self._of_sequences(self.piece.ends(self.parallel.shards))
-        ends = ends.reshape(*ends.shape, *(1,) * (rows.ndim - ends.ndim))
+        ends = _over(self._of_sequences(self.piece.ends(self.parallel.shards)), rows)
         return jax.lax.psum(jnp.where(ends, rows, jnp.zeros_like(rows)), self.parallel.axis)
 
     def layers_first(self, state):
         return self.local.layers_first(state)
+
+
+def _over(mask: Array, x: Array) -> Array:
+    """`mask` with the axes that it lacks to be one over `x`."""
+    return mask.reshape(*mask.shape, *(1,) * (x.ndim - mask.ndim))

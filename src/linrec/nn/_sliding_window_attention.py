@@ -69,7 +69,7 @@ class SlidingWindowAttention(AbstractMixer):
         V = head_size("value_size", value_size, size, num_heads)
         qkv_key, output_key = jax.random.split(key)
         options = {"dtype": dtype, "init": init}
-        self.qkv = QueryKeyValue(size, num_heads, num_kv_heads, K, V, None, key=qkv_key, **options)
+        self.qkv = QueryKeyValue(size, num_heads, num_kv_heads, K, V, key=qkv_key, **options)
         self.output = Output(size, num_heads, V, key=output_key, **options)
         self.size = size
         self.window = window
