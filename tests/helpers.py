@@ -193,6 +193,14 @@ def check(case: Case, method, place=lambda arguments: arguments) -> dict:
     return actual
 
 
+def compare(arguments: dict, method) -> None:
+    """Checks arguments that no case stands for."""
+    options = {"reverse": False, "cu_seqlens": None}
+    wide = {name: x.astype(jnp.float64) for name, x in arguments.items()}
+    expected = evaluate(wide, options, linrec.Scan())
+    assert_close(evaluate(arguments, options, method), expected, "float32", least={})
+
+
 def _least(case: Case, expected: dict) -> dict[str, float]:
     """What sums over many terms count as at least: as much as terms of any sign sum up to.
 

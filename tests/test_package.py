@@ -22,12 +22,6 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_version():
-    from importlib.metadata import version
-
-    assert linrec.__version__ == version("linrec")
-
-
 def temporaries(T: int, gates: bool, **options) -> int:
     """Bytes that forward and backward need beside their inputs and outputs."""
     x = jax.ShapeDtypeStruct((1, T, 2, 32), jnp.float32)

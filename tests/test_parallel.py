@@ -10,7 +10,17 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import linrec
 from linrec._method import sequence_parallel
 
-from .helpers import assert_close, Case, check, evaluate, GATES, METHODS, PACKING, reference
+from .helpers import (
+    assert_close,
+    Case,
+    check,
+    compare,
+    evaluate,
+    GATES,
+    METHODS,
+    PACKING,
+    reference,
+)
 
 
 def make_mesh(*types: AxisType, **axes: int):
@@ -70,8 +80,7 @@ def test_padding_may_hold_anything(reverse):
         arguments[name] = arguments[name].at[:, PACKING[-1] :].set(jnp.nan)
     method = parallel(4, METHODS["chunked-16"], overlap=reverse)
     actual = evaluate(arguments, case.options(), method)
-    expected = dict(reference(case))
-    assert_close(actual, expected, "float32", {})
+    assert_close(actual, reference(case), "float32", {})
 
 
 @OVERLAP
@@ -83,17 +92,10 @@ def test_gates_of_any_strength(strength, overlap):
 @OVERLAP
 def test_gates_that_cancel(overlap):
     """Over a shard the decay of the keys is e^256, that of the values e^-256."""
-    case = Case("gk", B=1, T=512)
-    arguments = case.arguments()
+    arguments = Case("gk", B=1, T=512).arguments()
     grow = jnp.full_like(arguments["gk"], 2.0)
     arguments |= {"gk": grow, "gv": jnp.full((1, 512, 4, 5), -2.0, grow.dtype)}
-    expected = evaluate(
-        {name: x.astype(jnp.float64) for name, x in arguments.items()},
-        case.options(),
-        linrec.Scan(),
-    )
-    actual = evaluate(arguments, case.options(), parallel(4, overlap=overlap))
-    assert_close(actual, expected, "float32", {})
+    compare(arguments, parallel(4, overlap=overlap))
 
 
 @OVERLAP
@@ -180,6 +182,8 @@ def test_errors(no_type_checks):
     mesh = make_mesh(data=2, seq=2)
     with pytest.raises(ValueError, match=r"axis='time'.*expects an axis of the mesh"):
         linrec.SequenceParallel(linrec.Auto(), mesh, "time")
+    with pytest.raises(ValueError, match=r"axis=\('data', 'seq'\).*expects an axis of the mesh"):
+        linrec.SequenceParallel(linrec.Auto(), mesh, ("data", "seq"))
     with pytest.raises(ValueError, match=r"exchange=.*'all_gather' or 'log_step'"):
         linrec.SequenceParallel(linrec.Auto(), mesh, "seq", exchange="ring")
     x = jnp.ones((3, 8, 3, 2), jnp.float32)

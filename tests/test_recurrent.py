@@ -10,7 +10,15 @@ from hypothesis import given, settings, strategies as st
 
 import linrec
 
-from .helpers import assert_close, Case, check, evaluate, GATES, METHODS, PACKING, relative_error
+from .helpers import (
+    Case,
+    check,
+    compare,
+    GATES,
+    METHODS,
+    PACKING,
+    relative_error,
+)
 
 
 LAYOUTS = {
@@ -50,13 +58,6 @@ def test_growing_state(gates):
     check(Case(gates, strength="0.5", B=1, T=40), METHODS["auto"])
 
 
-def _compare(arguments, method):
-    options = {"reverse": False, "cu_seqlens": None}
-    wide = {name: x.astype(jnp.float64) for name, x in arguments.items()}
-    expected = evaluate(wide, options, linrec.Scan())
-    assert_close(evaluate(arguments, options, method), expected, "float32", least={})
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_growth_that_decay_undoes(method):
     """Factors of either gate alone would be infinite after 15 tokens."""
@@ -68,7 +69,7 @@ def test_growth_that_decay_undoes(method):
         arguments = case.arguments()
         arguments[growth] = jnp.full(shapes[growth], 6.0, jnp.float32)
         arguments[decay] = jnp.full(shapes[decay], -6.0, jnp.float32)
-        _compare(arguments, METHODS[method])
+        compare(arguments, METHODS[method])
 
 
 @pytest.mark.parametrize("gates", ["gk", "gv", "all"])
@@ -86,7 +87,7 @@ def test_gates_just_weak_enough_to_factorise(gates):
         arguments = case.arguments()
         arguments[gates] = jnp.full_like(arguments["query"], -strength)
         del arguments["softmax_scale"]  # whose gradient is a sum that cancels at times
-        _compare(arguments, METHODS["auto"])
+        compare(arguments, METHODS["auto"])
 
 
 def test_small_losses():

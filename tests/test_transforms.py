@@ -17,7 +17,7 @@ import linrec
 from .helpers import Case, METHODS, relative_error
 
 
-FAST_METHODS = [name for name in METHODS if name not in ("scan", "auto", "chunked")]
+FAST_METHODS = [name for name in METHODS if name not in ("scan", "auto")]
 CASE = Case("gk-and-g_gamma", B=2, T=37, H=2, Hkv=1, K=4, V=3)
 NAMES = tuple(CASE.arguments())
 

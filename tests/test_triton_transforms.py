@@ -7,49 +7,23 @@ import jax.numpy as jnp
 
 import linrec
 
-from .helpers import Case, relative_error
+from .helpers import Case
+from .test_transforms import arguments, assert_same, gradient, loss, NAMES, stacked
 
 
-METHOD = linrec.Triton(linrec.KernelConfig(chunk=16), interpret=True)
 CASE = Case("gk-and-g_gamma", B=1, T=23, H=2, Hkv=1, K=4, V=3)
-NAMES = tuple(CASE.arguments())
-
-
-def loss(method, *arguments, cu_seqlens=None):
-    arguments = dict(zip(NAMES, arguments, strict=True))
-    o, state = linrec.recurrent(**arguments, cu_seqlens=cu_seqlens, method=method)
-    return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(state))
-
-
-def gradient(method, **options):
-    return jax.grad(partial(loss, method, **options), tuple(range(len(NAMES))))
-
-
-def arguments(case=CASE):
-    return tuple(case.arguments().values())
-
-
-def stacked(case=CASE, number=2):
-    rows = [arguments(case._replace(seed=seed)) for seed in range(number)]
-    return tuple(jnp.stack(x) for x in zip(*rows, strict=True))
-
-
-def assert_same(transformed):
-    actual, expected = transformed(METHOD), transformed(linrec.Scan())
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert relative_error(a, e) < 1e-5
 
 
 def test_grad_of_vmap_of_some():
-    mapped = ("query", "g_gamma")
-    given = [a if n in mapped else b for n, a, b in zip(NAMES, stacked(), arguments(), strict=True)]
+    mapped, all_rows, one = ("query", "g_gamma"), stacked(CASE, 2), arguments(CASE)
+    given = [a if n in mapped else b for n, a, b in zip(NAMES, all_rows, one, strict=True)]
     axes = [0 if name in mapped else None for name in NAMES]
 
     def transformed(m):
         total = lambda *x: jnp.sum(jax.vmap(partial(loss, m), axes)(*x))
         return jax.jit(jax.grad(total, tuple(range(len(NAMES)))))(*given)
 
-    assert_same(transformed)
+    assert_same(transformed, "triton")
 
 
 def test_vmap_of_packings():
@@ -59,14 +33,14 @@ def test_vmap_of_packings():
 
     def transformed(m):
         f = lambda cu_seqlens, *x: gradient(m, cu_seqlens=cu_seqlens)(*x)
-        return jax.jit(jax.vmap(f))(packings, *stacked(case))
+        return jax.jit(jax.vmap(f))(packings, *stacked(case, 2))
 
-    assert_same(transformed)
+    assert_same(transformed, "triton")
 
 
 def test_second_order():
     """In XLA: kernels have a first derivative only."""
-    q, k, v = arguments()[:3]
+    q, k, v = arguments(CASE)[:3]
     cu_seqlens = jnp.array((0, 10, 10, 18))
 
     def transformed(m):
@@ -76,4 +50,4 @@ def test_second_order():
 
         return jax.jit(jax.grad(size_of_gradient))(q)
 
-    assert_same(transformed)
+    assert_same(transformed, "triton")

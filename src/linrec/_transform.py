@@ -32,17 +32,10 @@ def fold_vmap(function, differentiable=None):
     def rule(size, is_mapped, rows, shared):
         if size == 0:
             return _of_nothing(call, is_mapped, (rows, shared))
-        rows = jax.tree.map(
-            lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape)),
-            rows,
-            is_mapped[0],
-        )
+        repeat = lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape))
+        rows = jax.tree.map(repeat, rows, is_mapped[0])
         if any(jax.tree.leaves(is_mapped[1])):
-            shared = jax.tree.map(
-                lambda x, mapped: x if mapped else jnp.broadcast_to(x, (size, *x.shape)),
-                shared,
-                is_mapped[1],
-            )
+            shared = jax.tree.map(repeat, shared, is_mapped[1])
             out = jax.lax.map(lambda x: call(*x), (rows, shared))
         else:
             out = call(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), rows), shared)

@@ -205,7 +205,7 @@ def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
         o, h = jax.lax.cond(block.is_ordinary(), factorised, _explicit, block, h)
         return h, o
 
-    if chunks.q.shape[1] == width:  # then it is known not to be ordinary
+    if chunks.q.shape[1] == width:  # one block: not ordinary, or of few tokens
         o, h_next = _explicit(chunks, h[:, None])
         return o, h_next[:, 0]
     h, o = jax.lax.scan(body, h[:, None], jax.tree.map(cut, blocks))

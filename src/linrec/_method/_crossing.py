@@ -75,10 +75,9 @@ class _Sequence(NamedTuple):
         """Those after each token, or else up to each token and its own."""
         g = None if inputs.g is None else inputs.g[..., None]
         g_gamma = None if inputs.g_gamma is None else inputs.g_gamma[:, self.n][:, None, :, None]
-        return _Gates(
-            *self._sums(inputs, after, g, g_gamma, inputs.gk),
-            *self._sums(inputs, after, inputs.gv),
-        )
+        key, all_key = self._sums(inputs, after, g, g_gamma, inputs.gk)
+        value, all_value = self._sums(inputs, after, inputs.gv)
+        return _Gates(key, all_key[..., None], value, all_value[..., None, :])
 
     def _sums(self, inputs: Inputs, after: bool, *gates: Array | None) -> tuple[Array, Array]:
         zeros = inputs.zeros((*inputs.q.shape[:3], 1), inputs.state_dtype)
@@ -102,17 +101,9 @@ class _Gates(NamedTuple):
     """Added up over tokens."""
 
     key: Float[Array, "batch seq heads key_or_1"]
-    of_all_key: Float[Array, "batch heads key_or_1"]
+    all_key: Float[Array, "batch heads key_or_1 1"]
     value: Float[Array, "batch seq heads value_or_1"]
-    of_all_value: Float[Array, "batch heads value_or_1"]
-
-    @property
-    def all_key(self) -> Float[Array, "batch heads key_or_1 1"]:
-        return self.of_all_key[..., None]
-
-    @property
-    def all_value(self) -> Float[Array, "batch heads 1 value_or_1"]:
-        return self.of_all_value[..., None, :]
+    all_value: Float[Array, "batch heads 1 value_or_1"]
 
     def factors(self) -> tuple[Array, Array]:
         """Of key channels and of value channels."""

@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 class Product(NamedTuple):
     """`jnp.einsum` of matrices, such as `"ik,kv->iv"`, with any number of axes before them.
 
-    JAX's own gradients of it come out transposed where rows and columns of the result are those of
-    the second and the first factor; here the factors change places.
+    JAX computes the gradient of the second factor transposed, and turns it round; here the factors
+    change places instead.
     """
 
     precision: jax.lax.Precision
@@ -24,7 +24,7 @@ class Product(NamedTuple):
         return jnp.asarray(_product(self, equation, x, y))
 
     def factors(self, first: tuple[str, Array], second: tuple[str, Array], axes: str) -> Array:
-        """In any order."""
+        """The product of two matrices, given in either order."""
         if axes[0] not in first[0]:
             first, second = second, first
         (x_axes, x), (y_axes, y) = first, second

@@ -1,5 +1,3 @@
-import functools
-import importlib.util
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -7,6 +5,7 @@ import jax
 from jaxtyping import Array
 
 from .._inputs import Inputs
+from .._triton.call import is_available
 from .base import AbstractMethod
 from .chunked import Chunked
 from .triton import Triton
@@ -16,7 +15,7 @@ Run: TypeAlias = Callable[[Inputs], tuple[Array, Array]]
 
 
 class Auto(AbstractMethod):
-    """The default. Chooses by a fixed rule, which can be asked: `Auto().select(inputs)`.
+    """The default. Chooses by a fixed rule.
 
     - [`linrec.Triton`][] in programs for CUDA or ROCm GPUs, where its kernels can be imported and
         support the inputs;
@@ -26,6 +25,7 @@ class Auto(AbstractMethod):
     exported for a GPU.
 
     It chooses, it does not try: an error of the chosen method is the caller's to see.
+    `python -m linrec` says what it would choose; methods of your own ask `Auto().select(inputs)`.
     """
 
     def select(self, inputs: Inputs, platform: str | None = None) -> AbstractMethod:
@@ -34,7 +34,7 @@ class Auto(AbstractMethod):
         `platform` defaults to that of `jax.default_backend()`.
         """
         platform = platform or jax.default_backend()
-        has_kernels = platform in ("gpu", "cuda", "rocm") and _kernels_can_be_imported()
+        has_kernels = platform in ("gpu", "cuda", "rocm") and is_available()
         if has_kernels and Triton().unsupported(inputs) is None:
             return Triton()
         return Chunked()
@@ -49,12 +49,3 @@ class Auto(AbstractMethod):
 def by_platform(on_gpu: Run, elsewhere: Run, inputs: Inputs) -> tuple[Array, Array]:
     """Which of the two runs is decided when the program is lowered."""
     return jax.lax.platform_dependent(inputs, cuda=on_gpu, rocm=on_gpu, default=elsewhere)
-
-
-@functools.cache
-def _kernels_can_be_imported() -> bool:
-    if importlib.util.find_spec("jax_triton") is None:
-        return False
-    from .._triton.call import is_available
-
-    return is_available()

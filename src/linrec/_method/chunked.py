@@ -19,8 +19,8 @@ from ._products import in_registers, Product
 from .base import AbstractMethod
 
 
-# Chunks that are worked on at once: enough to keep a device busy, while the numbers of their states
-# fit into a cache, beside everything else: of that there is less without gates.
+# How many chunks are worked on at once: enough to keep a device busy, few enough for the numbers of
+# their states to fit into a cache, beside everything else. Without gates there is less of that.
 _MOST_CHUNKS = 8
 _MOST_NUMBERS = 2**17
 _MOST_NUMBERS_UNGATED = 2**18

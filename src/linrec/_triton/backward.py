@@ -40,13 +40,12 @@ def backward(
             None if rows.g_gamma is None else per_chunk,
             per_chunk,
         ),
-        out_is_key=True, heads=problem.groups, grad_gates=rows.gk is not None, grad_scalars=True,
+        out_is_key=True,
     )  # fmt: skip
     _, d_v, d_gv, *_ = problem.pairs(
         "d_value", config.d_value, rows, cu_seqlens,
         rows.q, rows.k, d_output, rows.v, states, d_states,
-        (None, like(rows.v), like(rows.gv), None, None, None),
-        out_is_key=False, heads=problem.groups, grad_gates=rows.gv is not None,
+        (None, like(rows.v), like(rows.gv), None, None, None), out_is_key=False,
     )  # fmt: skip
 
     # What is left is small: nothing here has channels.
@@ -59,7 +58,7 @@ def backward(
         else:
             d_gamma = _sum_by_sequence(d_gamma, cu_seqlens, config.chunk)
     d_scale = jnp.sum(d_scale, (0, 2, 3))
-    return Inputs(d_q, d_k, d_v, d_g, d_gk, d_gv, d_gamma, d_scale, d_initial, None, rows.reverse)
+    return rows.gradient((d_q, d_k, d_v, d_g, d_gk, d_gv), d_gamma, d_scale, d_initial)
 
 
 def _sum_by_sequence(

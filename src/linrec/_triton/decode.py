@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from .._inputs import Inputs
 from .call import call
-from .config import default_config, fit, Launch, MAX_DECODE_KEY
+from .config import fit, KernelConfig, Launch, MAX_DECODE_KEY
 
 
 @no_type_check
@@ -81,8 +81,9 @@ def decode(launch: Launch, rows: Inputs) -> tuple[Array, Array]:
     """The output and the final state of sequences of a few tokens, one to a row."""
     B, T, H, K = rows.q.shape
     V = rows.v.shape[-1]
-    config = launch.config or default_config(False, False, False)
+    config = launch.config or KernelConfig()
     BK = fit(MAX_DECODE_KEY, K)
+    # At most 8192 numbers of the state for each program.
     BV = fit(max(16, min(config.decode_value, 8192 // BK)), V)
     struct = jax.ShapeDtypeStruct
     output, final_state = call(

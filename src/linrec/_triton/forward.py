@@ -95,9 +95,11 @@ class Problem(NamedTuple):
 
     def pairs(
         self, name: str, config: Pairs, rows: Inputs, cu_seqlens, x, y, r, w, h, dh, outputs, *,
-        out_is_key: bool, heads: int = 1, grad_gates: bool = False, grad_scalars: bool = False,
+        out_is_key: bool,
     ):  # fmt: skip
-        """See the kernel."""
+        """See the kernel, which computes those of its outputs that are not `None`."""
+        row, col, d_go, *_, d_scale = (x is not None for x in outputs)
+        heads = self.groups if col else 1
         C, O = (self.V, self.K) if out_is_key else (self.K, self.V)  # noqa: E741
         gc, go = (rows.gv, rows.gk) if out_is_key else (rows.gk, rows.gv)
         BO = fit(config.outer, O)
@@ -122,12 +124,12 @@ class Problem(NamedTuple):
             STEPS=(self.N + 1).bit_length(),
             USE_GC=gc is not None,
             USE_GO=go is not None,
-            ROW=outputs[0] is not None,
-            COL=outputs[1] is not None,
+            ROW=row,
+            COL=col,
             # Gates' gradients are differences: they take more digits than bfloat16 has.
-            FACTOR=tl.float32 if grad_gates else self.constants["DOT"],
-            GRAD_GO=grad_gates,
-            GRAD_SCALAR=grad_scalars,
+            FACTOR=tl.float32 if d_go else self.constants["DOT"],
+            GRAD_GO=d_go,
+            GRAD_SCALAR=d_scale,
         )
 
 
