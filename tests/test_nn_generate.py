@@ -93,6 +93,7 @@ def test_sample():
 
     check([0.1, 0.5, 0.15, 0.25])
     check([0, 1, 0, 0], temperature=0.0)
+    check([0, 1, 0, 0], top_k=0)
     check([0, 1, 0, 0], top_k=1)
     check([0, 2 / 3, 0, 1 / 3], top_k=2)
     check([0, 1, 0, 0], top_p=0.4)

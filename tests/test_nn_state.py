@@ -83,6 +83,13 @@ def test_donate():
     np.testing.assert_array_equal(after.position, [1, 1, 1])
 
 
+def test_donated_initial_state_is_not_the_layers_own():
+    model = make_model()
+    step = eqx.filter_jit(lambda model, x, state: model.step(x, state), donate="all-except-first")
+    step(model, jnp.array(1), model.initial_state())
+    assert not any(x.is_deleted() for x in jax.tree.leaves(model) if isinstance(x, jax.Array))
+
+
 def test_a_table_of_states():
     """Insert, evict and reorder the states of texts that are at different places."""
     model = make_model()

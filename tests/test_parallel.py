@@ -20,6 +20,7 @@ from .helpers import (
     METHODS,
     PACKING,
     reference,
+    relative_error,
 )
 
 
@@ -149,6 +150,19 @@ def test_without_the_exchange_it_fails(monkeypatch, overlap):
     monkeypatch.setattr(sequence_parallel, "incoming", nothing)
     with pytest.raises(AssertionError, match="output"):
         check(case, method)
+
+
+@pytest.mark.core
+def test_one_shard_under_vmap():
+    """Rows of the batch are on devices of their own, and the sequence on one."""
+    x = jax.random.normal(jax.random.key(0), (2, 8, 1, 2))
+    one = linrec.SequenceParallel(linrec.Auto(), make_mesh(data=2, seq=1), "seq")
+
+    def gradient(method):
+        o = lambda x: linrec.recurrent(x, x, x, gk=-jnp.abs(x), method=method)[0]
+        return jax.grad(lambda x: jnp.sum(jax.vmap(o, spmd_axis_name="data")(x) ** 2))(x)
+
+    assert relative_error(gradient(one), gradient(linrec.Auto())) < 1e-5
 
 
 def test_second_order():

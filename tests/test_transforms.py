@@ -91,6 +91,12 @@ def test_vmap_of_packings():
     assert_same(transformed, "chunked-16")
 
 
+@pytest.mark.parametrize("method", FAST_METHODS)
+def test_no_tracer_is_kept(method):
+    with jax.checking_leaks():
+        jax.jit(gradient(METHODS[method]))(*arguments(CASE._replace(T=5)))
+
+
 def test_vmap_keeps_the_branch():
     """A batched predicate would become a select, and every chunk would pay for extreme gates."""
     f = lambda q, gk: linrec.recurrent(q, q, q, gk=gk, method=linrec.Chunked())[0]

@@ -84,7 +84,7 @@ def _by_device(function):
 
     def run(rows, shared):
         leaves, tree = jax.tree.flatten(rows)
-        heads, kv_heads = leaves[0].shape[2], leaves[1].shape[2]
+        heads, kv_heads, number = leaves[0].shape[2], leaves[1].shape[2], len(leaves)
 
         @custom_partitioning
         def call(leaves, shared):
@@ -127,7 +127,7 @@ def _by_device(function):
                         names[2] = "head" if x.shape[2] == kv_heads else query_head
                 return " ".join(names)
 
-            arguments = (axes(x, i < len(leaves)) for i, x in enumerate(arguments))
+            arguments = (axes(x, i < number) for i, x in enumerate(arguments))
             text = f"{', '.join(arguments)} -> {', '.join(map(axes, results))}"
             return text, groups
 

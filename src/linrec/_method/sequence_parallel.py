@@ -212,7 +212,10 @@ class OneShard(AbstractMethod):
 
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         parallel, piece = self.parallel, self.piece
-        h = jnp.asarray(incoming(parallel.ring(inputs.reverse), as_map(inputs, piece)))
+        shard = as_map(inputs, piece)
+        h = jnp.zeros_like(shard.state)
+        if parallel.shards > 1:
+            h = jnp.asarray(incoming(parallel.ring(inputs.reverse), shard))
         overlap = parallel.overlaps
         comes_in = piece.comes_in()[None, :, None, None, None]
         start = jnp.where(comes_in, 0 if overlap else h[:, None], inputs.initial_state)

@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from .._inputs import Inputs, vary_alike
 from .._transform import fold_vmap
+from .._triton.call import is_available
 from .._triton.config import KernelConfig, Launch, MAX_DECODE_KEY
 from .base import AbstractMethod
 from .chunked import Chunked
@@ -83,6 +84,11 @@ class Triton(AbstractMethod):
         return _decode_as(self._launch(), in_xla, inputs)
 
     def _launch(self) -> Launch:
+        if not is_available():
+            raise ImportError(
+                "`linrec.Triton` needs triton and jax-triton, which cannot be imported. Install "
+                'them with `pip install "linrec[cuda12]"`, or use `linrec.Auto()`.'
+            )
         capability = self.compute_capability or _compute_capability()
         return Launch(self.config, self.input_precision, capability, self.interpret)
 

@@ -58,7 +58,7 @@ def generate(
     - `stop`: the token that ends a text.
     - `state`: what came before the prompt. Defaults to the state that the model holds.
     - `callback`: called on the host with every token as soon as it is drawn, in order; under
-        `jax.vmap`, with an array of the tokens of all texts.
+        `jax.vmap`, with an array of the tokens of all texts. Another function compiles again.
 
     **Returns:** `(tokens, state)`. What follows a stop token is filled up with it. The state has
     seen everything but the last token.

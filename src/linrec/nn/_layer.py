@@ -149,7 +149,8 @@ class AbstractMixer(AbstractLayer):
         if isinstance(state, RecurrentState):
             # Whoever casts a model to half precision casts the state that it holds too.
             state = RecurrentState(wide(state.hidden), state.conv, state.position)
-        return state
+        # A copy, so that whoever donates it does not take it from the layer.
+        return jax.tree.map(jnp.copy, state)
 
 
 def _check_input(layer: AbstractLayer, call: str, x: Any, axes: tuple[str, ...]) -> Array:

@@ -19,11 +19,11 @@ def sample(
         descending = scaled[order]
         if top_k is not None:
             rank = jnp.arange(logits.shape[0], dtype=top_k.dtype)
-            descending = jnp.where(rank < top_k, descending, -jnp.inf)
+            # So does, here and below, the likeliest token, whatever is asked for.
+            descending = jnp.where(rank < jnp.maximum(top_k, 1), descending, -jnp.inf)
         if top_p is not None:
             probability = jax.nn.softmax(descending)
             before = jnp.cumsum(probability) - probability
-            # The likeliest token stays whatever `top_p` is.
             keep = (before < top_p.astype(before.dtype)) | (before <= 0)
             descending = jnp.where(keep, descending, -jnp.inf)
         scaled = scaled.at[order].set(descending)
