@@ -19,7 +19,7 @@ def sample(
         descending = scaled[order]
         if top_k is not None:
             rank = jnp.arange(logits.shape[0], dtype=top_k.dtype)
-            # So does, here and below, the likeliest token, whatever is asked for.
+            # The likeliest token stays, here and below, whatever is asked for.
             descending = jnp.where(rank < jnp.maximum(top_k, 1), descending, -jnp.inf)
         if top_p is not None:
             probability = jax.nn.softmax(descending)
