@@ -1,5 +1,6 @@
 """One list of methods, one table of tolerances, one way to compare."""
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -114,6 +115,22 @@ def _gate(strength: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np
         case "growth":
             return np.full(shape, 0.5) / 4
     raise ValueError(strength)
+
+
+@contextlib.contextmanager
+def count_compilations():
+    """A list with one entry for each program that is compiled meanwhile."""
+    compilations = []
+
+    def listener(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compilations.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield compilations
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def evaluate(arguments: dict, options: dict, method) -> dict:

@@ -9,6 +9,8 @@ import pytest
 from linrec import nn
 from linrec.nn._sample import sample
 
+from .helpers import count_compilations
+
 
 PROMPT = jnp.array([3, 1, 4], jnp.int32)
 
@@ -34,22 +36,13 @@ def test_greedy_is_the_argmax_of_the_whole_sequence(model):
 
 
 def test_compiles_once(model):
-    compilations = []
-
-    def listener(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compilations.append(duration)
-
     arguments = [
         (prompt, jax.random.key(seed), jnp.float32(temperature), jnp.int32(k), jnp.float32(0.9))
         for seed, (prompt, temperature, k) in enumerate(((PROMPT, 1.0, 3), (PROMPT + 1, 0.5, 4)))
     ]
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
+    with count_compilations() as compilations:
         for prompt, key, *options in arguments:
             nn.generate(model, prompt, 1000, key, *options)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
     assert len(compilations) == 1
 
 

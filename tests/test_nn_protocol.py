@@ -9,6 +9,7 @@ import pytest
 import linrec
 from linrec.nn._timeline import sequence_timeline, token_timeline
 
+from .helpers import count_compilations
 from .nn_cases import layers, LENGTH, mixers, VOCAB
 
 
@@ -59,6 +60,22 @@ def test_steps_are_the_call(name):
     layer = make(name)
     x = make_input(layer)
     assert_close(run_steps(layer, x), run(layer, x))
+
+
+@some_layers
+def test_without_jit_it_compiles_once(name):
+    layer = make(name)
+    x = make_input(layer)
+
+    def everything():
+        _, state = layer(x)
+        layer.step(x[0], state)
+        eqx.filter_grad(lambda layer: jnp.sum(layer(x)[0]))(layer)
+
+    everything()
+    with count_compilations() as compilations:
+        everything()
+    assert compilations == []
 
 
 @every_layer

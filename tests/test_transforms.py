@@ -14,7 +14,7 @@ import pytest
 
 import linrec
 
-from .helpers import Case, METHODS, relative_error
+from .helpers import Case, count_compilations, METHODS, relative_error
 
 
 FAST_METHODS = [name for name in METHODS if name not in ("scan", "auto")]
@@ -89,6 +89,20 @@ def test_vmap_of_packings():
         return jax.jit(jax.vmap(f))(packings, *stacked(case))
 
     assert_same(transformed, "chunked-16")
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("method", METHODS)
+def test_without_jit_it_compiles_once(method):
+    method = METHODS[method]
+    calls = (partial(loss, method), gradient(method), jax.vmap(gradient(method)))
+    given = (arguments(), arguments(), stacked())
+    for call, x in zip(calls, given, strict=True):
+        call(*x)
+    with count_compilations() as compilations:
+        for call, x in zip(calls, given, strict=True):
+            call(*x)
+    assert compilations == []
 
 
 @pytest.mark.parametrize("method", FAST_METHODS)

@@ -197,7 +197,7 @@ def test_float64_is_refused():
 def _inputs(x):
     from linrec._inputs import canonicalise
 
-    return canonicalise("test", x, x, x, *(None,) * 6, False, None)[0]
+    return canonicalise("test", x, x, x)[0]
 
 
 def test_gradients_through_eager_calls():

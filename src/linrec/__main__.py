@@ -108,9 +108,8 @@ def _choices(case: Case) -> Iterator[str]:
     platforms = dict.fromkeys((jax.default_backend(), "gpu"))
 
     def ask() -> None:
-        optional = ("g", "g_gamma", "gk", "gv", "softmax_scale", "initial_state", "cu_seqlens")
-        arguments: dict[str, Any] = dict.fromkeys(optional) | case.inputs()
-        inputs, _ = canonicalise("linrec.recurrent", **arguments, reverse=False)
+        arguments: dict[str, Any] = case.inputs()
+        inputs, _ = canonicalise("linrec.recurrent", **arguments)
         for name in platforms:
             platforms[name] = linrec.Auto().select(inputs, name)
 

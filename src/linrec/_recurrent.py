@@ -1,10 +1,12 @@
+from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from ._inputs import canonicalise, count
+from ._inputs import canonicalise, count, Inputs
 from ._method.auto import Auto
 from ._method.base import AbstractMethod, expect_method
 from ._transform import in_auto_axes, reverse_mode_only
@@ -122,7 +124,13 @@ def recurrent(
     def specs(batch, seq, heads):
         return PartitionSpec(batch, seq, heads), PartitionSpec(batch, None, heads)
 
-    return layout.restore(*in_auto_axes(method, inputs, specs))
+    return layout.restore(*in_auto_axes(partial(_run, method), inputs, specs))
+
+
+@eqx.filter_jit
+def _run(method: AbstractMethod, inputs: Inputs) -> tuple[Array, Array]:
+    """Under `jit`, or callers without one would wait for the compiler with every call."""
+    return method(inputs)
 
 
 def recurrent_gla(

@@ -9,6 +9,7 @@ memory.
 import argparse
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import jax
 
 import linrec
 
+from .._inputs import canonicalise
 from ._cases import Case, DTYPES, GATES, parse_shape, write_shapes
 from ._compiled import compile_call, TARGETS
 from ._options import add_gates_option, add_output_option, at_least
@@ -86,9 +88,14 @@ def main(args: argparse.Namespace) -> int:
     return int(bool(spills) and args.dtype != "float32")
 
 
+def _run(method: linrec.AbstractMethod, arguments: dict[str, Any]):
+    """As `linrec.recurrent`, which does not trace again what it has traced before."""
+    return method(canonicalise("linrec.recurrent", **arguments)[0])
+
+
 def _everything(method: linrec.AbstractMethod, arguments: dict[str, Any]):
     """Forward and backward."""
-    out, pull_back = jax.vjp(lambda x: linrec.recurrent(**x, method=method), arguments)
+    out, pull_back = jax.vjp(partial(_run, method), arguments)
     return out, pull_back(out)
 
 
@@ -103,8 +110,8 @@ def _resources(gates, targets, sizes, dtype, step: Step) -> Records:
             )
             method = linrec.Triton(interpret=True)
             with record_calls() as calls:
-                jax.eval_shape(lambda x: _everything(method, x), arguments)  # noqa: B023
-                jax.eval_shape(lambda x: linrec.recurrent(**x, method=method), token)  # noqa: B023
+                jax.eval_shape(partial(_everything, method), arguments)
+                jax.eval_shape(partial(_run, method), token)
             for target in targets:
                 step(f"compiling for {target}: gate {gate}, {K} channels")
                 for call in calls:

@@ -103,7 +103,7 @@ class AbstractLayer(eqx.Module):
             cu_seqlens = check_boundaries(type(self).__name__, cu_seqlens, x.shape[0])
             rows = cu_seqlens.shape[0] - 1
         state = _check_state(self, "(x, state)", state, rows)
-        return choose_method(method, chunk_size).run_layer(self, x, state, cu_seqlens)
+        return _run(choose_method(method, chunk_size), self, x, state, cu_seqlens)
 
     def step(
         self, x: Shaped[Array, "*dim"], state: PyTree | None = None
@@ -119,8 +119,7 @@ class AbstractLayer(eqx.Module):
         """
         x = _check_input(self, ".step(x)", x, ())
         state = _check_state(self, ".step(x, state)", state, None)
-        y, state = self.run(x[None], state, token_timeline())
-        return y[0], state
+        return _run_token(self, x, state)
 
     def with_state(self: _Layer, state: PyTree) -> _Layer:
         """A new layer that holds `state`, and is the same otherwise."""
@@ -151,6 +150,20 @@ class AbstractMixer(AbstractLayer):
             state = RecurrentState(wide(state.hidden), state.conv, state.position)
         # A copy, so that whoever donates it does not take it from the layer.
         return jax.tree.map(jnp.copy, state)
+
+
+# Under `jit`, as `linrec.recurrent` is: a call outside of one does not wait for the compiler again.
+
+
+@eqx.filter_jit
+def _run(method: AbstractMethod, layer: AbstractLayer, x: Array, state: PyTree, cu_seqlens):
+    return method.run_layer(layer, x, state, cu_seqlens)
+
+
+@eqx.filter_jit
+def _run_token(layer: AbstractLayer, x: Array, state: PyTree):
+    y, state = layer.run(x[None], state, token_timeline())
+    return y[0], state
 
 
 def _check_input(layer: AbstractLayer, call: str, x: Any, axes: tuple[str, ...]) -> Array:
