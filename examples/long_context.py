@@ -98,12 +98,13 @@ def plot_memory(model: linrec.nn.LanguageModel, args: argparse.Namespace) -> Non
 def train(model: linrec.nn.LanguageModel, text: np.ndarray, args: argparse.Namespace) -> None:
     tokens = jnp.asarray(np.resize(text, args.length + 1), jnp.int32)
     optimiser = optax.adam(args.rate)
-    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+    trainable = linrec.nn.trainable(model)
+    state = optimiser.init(eqx.filter(model, trainable))
 
     @eqx.filter_jit
     def step(model, state, tokens):
         loss, gradient = loss_and_gradient(args.chunk_size)(model, tokens)
-        updates, state = optimiser.update(gradient, state)
+        updates, state = optimiser.update(eqx.filter(gradient, trainable), state)
         return eqx.apply_updates(model, updates), state, loss
 
     step = step.lower(model, state, tokens).compile()

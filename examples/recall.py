@@ -18,6 +18,8 @@ import numpy as np
 import optax
 from _common import at_least, channels, make_model, make_parser, MIXERS, plot_file, progress_bar
 
+import linrec
+
 
 def make_batch(
     rng: np.random.Generator, batch: int, numbers: list[int], symbols: int
@@ -57,13 +59,14 @@ def train(mixer: str, args: argparse.Namespace, bar) -> dict[int, float]:
         optax.warmup_cosine_decay_schedule(0, args.rate, args.steps // 10, args.steps),
         weight_decay=0.1,
     )
-    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+    trainable = linrec.nn.trainable(model)
+    state = optimiser.init(eqx.filter(model, trainable))
 
     @eqx.filter_jit(donate="all")
     def step(model, state, tokens, answers):
         value_and_grad = eqx.filter_value_and_grad(predict, has_aux=True)
         (loss, right), gradient = value_and_grad(model, tokens, answers)
-        parameters = eqx.filter(model, eqx.is_inexact_array)
+        parameters, gradient = (eqx.filter(x, trainable) for x in (model, gradient))
         updates, state = optimiser.update(gradient, state, parameters)
         return eqx.apply_updates(model, updates), state, loss, right
 

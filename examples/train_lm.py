@@ -58,12 +58,13 @@ def train(model, text, held_out, args) -> tuple[linrec.nn.LanguageModel, list, d
     optimiser = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=args.weight_decay)
     )
-    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+    trainable = linrec.nn.trainable(model)
+    state = optimiser.init(eqx.filter(model, trainable))
 
     @eqx.filter_jit(donate="all")
     def step(model, state, batch):
         loss, gradient = eqx.filter_value_and_grad(mean_loss)(model, batch)
-        parameters = eqx.filter(model, eqx.is_inexact_array)
+        parameters, gradient = (eqx.filter(x, trainable) for x in (model, gradient))
         updates, state = optimiser.update(gradient, state, parameters)
         return eqx.apply_updates(model, updates), state, loss
 
@@ -126,7 +127,7 @@ def main() -> None:
     held_out = cut(held_out, starts, args.length)
     arguments = {"mixer": args.mixer, "size": args.size, "num_layers": args.layers}
     model = make_model(**arguments, key=jax.random.key(0))
-    parameters = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
+    parameters = sum(x.size for x in jax.tree.leaves(eqx.filter(model, linrec.nn.trainable(model))))
     print(f"{len(text):,} bytes of text, a model of {parameters:,} parameters")
 
     model, losses, held_out_losses = train(model, text, held_out, args)

@@ -72,7 +72,7 @@ def main():
 
     model = linrec.nn.LanguageModel(make_mixer, 2, 256, key=jax.random.key(0))
     optimiser = optax.adam(optax.cosine_decay_schedule(1e-2, args.steps))
-    parameters, rest = eqx.partition(model, eqx.is_inexact_array)
+    parameters, rest = eqx.partition(model, linrec.nn.trainable(model))
     parameters, state = jax.device_put((parameters, optimiser.init(parameters)), everywhere)
 
     def bits_per_byte(parameters, tokens, targets, method=None):

@@ -115,3 +115,32 @@ def test_packed_prefill_feeds_a_batch():
     logits, _ = eqx.filter_jit(eqx.filter_vmap(model.step))(jnp.array([1, 2]), states)
     expected, _ = eqx.filter_jit(model)(jnp.append(tokens[4:], 2))
     np.testing.assert_allclose(logits[1], expected[-1], rtol=1e-5, atol=1e-6)
+
+
+def assert_trainable_is_what_has_a_gradient(layer, x):
+    gradients = eqx.filter_grad(lambda layer: jnp.sum(jnp.sin(layer(x)[0])))(layer)
+    mask = nn.trainable(layer)
+    assert jax.tree.structure(mask) == jax.tree.structure(layer)
+    marked = eqx.filter(gradients, mask), eqx.filter(gradients, mask, inverse=True)
+    has_gradient, has_none = (jax.tree.leaves(part) for part in marked)
+    assert len(has_gradient) > 1
+    assert all(jnp.any(g != 0) for g in has_gradient)
+    assert not any(jnp.any(g != 0) for g in has_none)
+
+
+@pytest.mark.parametrize("name", layers())
+def test_trainable(name):
+    layer = layers(dtype=jnp.float32)[name](jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (9, *layer.token_shape), jnp.float32)
+    assert_trainable_is_what_has_a_gradient(layer, x if x.ndim > 1 else jnp.arange(9))
+
+
+def test_trainable_state():
+    options = dict(conv_size=3, trainable_state=True, dtype=jnp.float32, key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (9, 8), jnp.float32)
+    layer = nn.HGRN2(8, 2, key_size=4, lower_bound=0.5, **options)
+    assert_trainable_is_what_has_a_gradient(layer, x)
+    mask = nn.trainable({"layer": layer, "step": 3})
+    assert mask["layer"].state.hidden
+    assert not mask["layer"].lower_bound
+    assert mask["step"] is False

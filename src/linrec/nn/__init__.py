@@ -28,3 +28,4 @@ from ._sliding_window_attention import (
     WindowState as WindowState,
 )
 from ._state import RecurrentState as RecurrentState
+from ._trainable import trainable as trainable

@@ -1,4 +1,4 @@
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -32,7 +32,8 @@ class HGRN2(AbstractMixer):
     qkv: QueryKeyValue
     output: Output
     lower_bound: Float[Array, ""]
-    """An array, so that layers of any depth stack; not trained."""
+    """An array, so that layers of any depth stack."""
+    fixed: ClassVar[tuple[str, ...]] = ("lower_bound",)
     state: RecurrentState
     size: int = eqx.field(static=True)
     trainable_state: bool = eqx.field(static=True)

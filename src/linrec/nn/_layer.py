@@ -1,7 +1,7 @@
 """The protocol of every layer: what a user calls, and what the author of a layer writes."""
 
 import abc
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import equinox as eqx
 import jax
@@ -131,13 +131,16 @@ class AbstractMixer(AbstractLayer):
     """A layer that holds its state itself: the part of a [`linrec.nn.Block`][] that mixes tokens.
 
     A new kind of mixer is a subclass with a `run`. It holds the parts it needs, for example
-    [`linrec.nn.QueryKeyValue`][] and [`linrec.nn.Output`][].
+    [`linrec.nn.QueryKeyValue`][] and [`linrec.nn.Output`][]. The class variable `fixed` names those
+    of its fields that are not to be trained, see [`linrec.nn.trainable`][].
     """
 
     size: eqx.AbstractVar[int]
     """Channels of the input and the output."""
     trainable_state: eqx.AbstractVar[bool]
     """Whether `state` is a parameter."""
+    fixed: ClassVar[tuple[str, ...]] = ()
+    """The names of other fields that are no parameters."""
 
     @property
     def token_shape(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -36,7 +36,8 @@ class LightningAttention(AbstractMixer):
     qkv: QueryKeyValue
     output: Output
     decay: Float[Array, " heads"]
-    """The logarithm of the decay. An array, so that layers of any depth stack; not trained."""
+    """The logarithm of the decay. An array, so that layers of any depth stack."""
+    fixed: ClassVar[tuple[str, ...]] = ("decay",)
     state: RecurrentState
     size: int = eqx.field(static=True)
     trainable_state: bool = eqx.field(static=True)
