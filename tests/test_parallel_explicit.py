@@ -20,7 +20,7 @@ from .helpers import (
     reference,
     relative_error,
 )
-from .nn_cases import layers, LENGTH, VOCAB
+from .nn_cases import layers, LENGTH, SIZE, VOCAB
 from .test_parallel import make_mesh
 
 
@@ -136,22 +136,33 @@ def test_sequence():
         assert spec_of(actual["final_state"]) == ("data", None, None, None)
 
 
-def test_language_model():
+def compare_with_one_device(run, layer, x):
     """On a mesh as `jax.make_mesh` makes it: its axes are explicit."""
     mesh = jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])
-    model = layers()["hybrid_model"](jax.random.key(0))
-    tokens = jax.random.randint(jax.random.key(1), (4, LENGTH + 1), 0, VOCAB)
+    whole, of_rows = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    arrays, static = eqx.partition(layer, eqx.is_array)
+    with jax.set_mesh(mesh):
+        placed = eqx.combine(jax.device_put(arrays, whole), static)
+        actual = run(placed, jax.device_put(x, of_rows))
+    expected = run(layer, x)
+    assert max(jax.tree.leaves(jax.tree.map(relative_error, actual, expected))) < 1e-5
 
+
+def test_language_model():
     @eqx.filter_jit
     @eqx.filter_value_and_grad
     def run(model, tokens):
         losses, _ = jax.vmap(lambda t: model.loss(t[:-1], t[1:]))(tokens)
         return jnp.sum(losses)
 
-    whole, of_rows = (NamedSharding(mesh, PartitionSpec(x)) for x in (None, "data"))
-    arrays, static = eqx.partition(model, eqx.is_array)
-    with jax.set_mesh(mesh):
-        placed = eqx.combine(jax.device_put(arrays, whole), static)
-        actual = run(placed, jax.device_put(tokens, of_rows))
-    expected = run(model, tokens)
-    assert max(jax.tree.leaves(jax.tree.map(relative_error, actual, expected))) < 1e-5
+    tokens = jax.random.randint(jax.random.key(1), (4, LENGTH + 1), 0, VOCAB)
+    compare_with_one_device(run, layers()["hybrid_model"](jax.random.key(0)), tokens)
+
+
+def test_layer_without_jit():
+    @eqx.filter_value_and_grad
+    def run(layer, x):
+        return jnp.sum(jnp.sin(jax.vmap(layer)(x)[0]))
+
+    x = jax.random.normal(jax.random.key(1), (4, LENGTH, SIZE))
+    compare_with_one_device(run, layers()["retention"](jax.random.key(0)), x)

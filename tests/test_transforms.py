@@ -94,9 +94,9 @@ def test_vmap_of_packings():
 @pytest.mark.core
 @pytest.mark.parametrize("method", METHODS)
 def test_without_jit_it_compiles_once(method):
-    method = METHODS[method]
+    method, case = METHODS[method], CASE._replace(T=3)
     calls = (partial(loss, method), gradient(method), jax.vmap(gradient(method)))
-    given = (arguments(), arguments(), stacked())
+    given = (arguments(case), arguments(case), stacked(case))
     for call, x in zip(calls, given, strict=True):
         call(*x)
     with count_compilations() as compilations:
@@ -108,7 +108,7 @@ def test_without_jit_it_compiles_once(method):
 @pytest.mark.parametrize("method", FAST_METHODS)
 def test_no_tracer_is_kept(method):
     with jax.checking_leaks():
-        jax.jit(gradient(METHODS[method]))(*arguments(CASE._replace(T=5)))
+        jax.jit(gradient(METHODS[method]))(*arguments(CASE._replace(T=3)))
 
 
 def test_vmap_keeps_the_branch():

@@ -1,7 +1,6 @@
 from functools import partial
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
@@ -9,7 +8,7 @@ from jaxtyping import Array, Float
 from ._inputs import canonicalise, count, Inputs
 from ._method.auto import Auto
 from ._method.base import AbstractMethod, expect_method
-from ._transform import in_auto_axes, reverse_mode_only
+from ._transform import compiled, in_auto_axes, reverse_mode_only
 from ._types import (
     CuSeqlens,
     FinalState,
@@ -96,7 +95,7 @@ def recurrent(
     `NotImplementedError` if `method` cannot run them. Values of `cu_seqlens` are checked when the
     program runs, with `equinox.error_if`.
     """
-    method = choose_method(method, chunk_size)
+    method = choose_method("linrec.recurrent", method, chunk_size)
     inputs, layout = canonicalise(
         "linrec.recurrent",
         query,
@@ -127,9 +126,8 @@ def recurrent(
     return layout.restore(*in_auto_axes(partial(_run, method), inputs, specs))
 
 
-@eqx.filter_jit
+@compiled
 def _run(method: AbstractMethod, inputs: Inputs) -> tuple[Array, Array]:
-    """Under `jit`, or callers without one would wait for the compiler with every call."""
     return method(inputs)
 
 
@@ -224,9 +222,9 @@ def lightning_decay(num_heads: int, layer_idx: int, num_layers: int) -> Float[Ar
     return -(8 / num_heads) * (1 - layer_idx / num_layers) * heads
 
 
-def choose_method(method: Any, chunk_size: Any) -> AbstractMethod:
-    """What the arguments of these names ask for."""
+def choose_method(name: str, method: Any, chunk_size: Any) -> AbstractMethod:
+    """What the arguments of these names ask for. `name` is what the caller called."""
     if method is None:
         method = Auto()
-    expect_method("linrec.recurrent(..., method=...)", method)
+    expect_method(f"{name}(..., method=...)", method)
     return method if chunk_size is None else method.in_pieces(chunk_size)

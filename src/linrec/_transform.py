@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from functools import partial
+from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import equinox as eqx
@@ -135,6 +136,22 @@ def _by_device(function):
         return call(leaves, shared)
 
     return run
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` under `jit`, or callers without one would wait for the compiler with every call.
+
+    Not where types say how arrays are sharded: what gradients keep of the work in `in_auto_axes`
+    would leave the `jit` with types that JAX does not take outside of it.
+    """
+    under_jit = eqx.filter_jit(function)
+
+    @wraps(function)
+    def call(*args):
+        typed = jax.sharding.get_abstract_mesh().explicit_axes
+        return function(*args) if typed else under_jit(*args)
+
+    return call
 
 
 def in_auto_axes(run, inputs, specs) -> Any:

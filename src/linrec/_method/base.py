@@ -35,7 +35,7 @@ class AbstractMethod(eqx.Module):
     ) -> tuple[
         Float[Array, "batch seq heads value"], Float[Array, "batch num_seqs heads key value"]
     ]:
-        """Runs the recurrence on inputs in canonical form.
+        """Runs the recurrence on inputs in canonical form. It is called under `jax.jit`.
 
         **Arguments:** `inputs`, a module with the arguments of [`linrec.recurrent`][], checked,
         batched and with their defaults filled in. A row of the batch holds `num_seqs` sequences:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 from .._inputs import check_boundaries
 from .._method.base import AbstractMethod
 from .._recurrent import choose_method
+from .._transform import compiled
 from .._types import CuSeqlens
 from ._precision import wide
 from ._state import RecurrentState, repeat_state
@@ -62,6 +63,8 @@ class AbstractLayer(eqx.Module):
     ) -> tuple[Float[Array, "seq out"], PyTree]:
         """What the layer does, written once for whole sequences, packed ones, and single tokens.
 
+        It is called under `jax.jit`.
+
         **Arguments:**
 
         - `x`: one row for every token.
@@ -103,7 +106,8 @@ class AbstractLayer(eqx.Module):
             cu_seqlens = check_boundaries(type(self).__name__, cu_seqlens, x.shape[0])
             rows = cu_seqlens.shape[0] - 1
         state = _check_state(self, "(x, state)", state, rows)
-        return _run(choose_method(method, chunk_size), self, x, state, cu_seqlens)
+        method = choose_method(type(self).__name__, method, chunk_size)
+        return _run(method, self, x, state, cu_seqlens)
 
     def step(
         self, x: Shaped[Array, "*dim"], state: PyTree | None = None
@@ -155,15 +159,12 @@ class AbstractMixer(AbstractLayer):
         return jax.tree.map(jnp.copy, state)
 
 
-# Under `jit`, as `linrec.recurrent` is: a call outside of one does not wait for the compiler again.
-
-
-@eqx.filter_jit
+@compiled
 def _run(method: AbstractMethod, layer: AbstractLayer, x: Array, state: PyTree, cu_seqlens):
     return method.run_layer(layer, x, state, cu_seqlens)
 
 
-@eqx.filter_jit
+@compiled
 def _run_token(layer: AbstractLayer, x: Array, state: PyTree):
     y, state = layer.run(x[None], state, token_timeline())
     return y[0], state
