@@ -57,19 +57,19 @@ def test_orbax(tmp_path):
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.core
 def test_export():
-    layer = nn.GatedLinearAttention(12, 2, conv_size=3, dtype=jnp.float32, key=jax.random.key(0))
-    leaves, structure = jax.tree.flatten(layer.state)
-    x = jnp.ones((12,), jnp.float32)
-
-    def step(x, leaves):
-        y, state = layer.step(x, jax.tree.unflatten(structure, leaves))
-        return y, jax.tree.leaves(state)
-
-    exported = jax.export.export(jax.jit(step))(x, leaves)
-    expected, _ = layer.step(x, layer.state)
-    actual, _ = exported.call(x, leaves)
-    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    """A model's step, with states of all kinds, as bytes."""
+    model = make_model()
+    step = lambda token, state: model.step(token, state)
+    token = jnp.array(3, jnp.int32)
+    exported = jax.export.export(jax.jit(step))(token, model.state)
+    again = jax.export.deserialize(exported.serialize())
+    expected = model.step(token, model.state)
+    actual = again.call(token, model.state)
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
 
 
 def test_donate():

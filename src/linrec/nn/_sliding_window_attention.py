@@ -12,6 +12,7 @@ from ._output import Output
 from ._precision import wide_dtype
 from ._projection import head_size, QueryKeyValue
 from ._rotary import rotate
+from ._state import make_exportable
 from ._timeline import AbstractTimeline
 
 
@@ -24,6 +25,18 @@ class WindowState(eqx.Module):
     """Of the same tokens: `(window - 1, kv_heads, value)`."""
     position: Int[Array, "*rows"]
     """How many tokens it has seen."""
+
+    @staticmethod
+    def zeros(
+        keys: tuple[int, int, int], values: tuple[int, int, int], dtype: jnp.dtype
+    ) -> "WindowState":
+        """The state before the first token. `keys` and `values` are shapes."""
+        return WindowState(
+            jnp.zeros(keys, dtype), jnp.zeros(values, dtype), jnp.zeros((), jnp.int32)
+        )
+
+
+make_exportable(WindowState, lambda: WindowState.zeros((1, 1, 1), (1, 1, 1), jnp.dtype("float32")))
 
 
 class SlidingWindowAttention(AbstractMixer):
@@ -75,12 +88,8 @@ class SlidingWindowAttention(AbstractMixer):
         self.window = window
         self.rotary_base = rotary_base
         self.trainable_state = False
-        kv_heads, dtype = self.qkv.num_kv_heads, self.qkv.dtype
-        self.state = WindowState(
-            jnp.zeros((window - 1, kv_heads, K), dtype),
-            jnp.zeros((window - 1, kv_heads, V), dtype),
-            jnp.zeros((), jnp.int32),
-        )
+        history = (window - 1, self.qkv.num_kv_heads)
+        self.state = WindowState.zeros((*history, K), (*history, V), self.qkv.dtype)
 
     def run(
         self, x: Float[Array, "seq dim"], state: WindowState, time: AbstractTimeline

@@ -1,6 +1,11 @@
+from collections.abc import Callable
+from typing import Any
+
 import equinox as eqx
 import jax
+import jax.export
 import jax.numpy as jnp
+from jax.tree_util import default_registry
 from jaxtyping import Array, Float, Int
 
 from ._precision import wide_dtype
@@ -32,6 +37,22 @@ class RecurrentState(eqx.Module):
             None if conv is None else jnp.zeros(conv, dtype),
             jnp.zeros((), jnp.int32),
         )
+
+
+def make_exportable(kind: type, example: Callable[[], Any]) -> None:
+    """Lets programs that take or return such states be written by `jax.export` and read again.
+
+    `example` makes one: all are alike in what a pytree is beside its arrays.
+    """
+    jax.export.register_pytree_node_serialization(
+        kind,
+        serialized_name=f"linrec.nn.{kind.__name__}",
+        serialize_auxdata=lambda _: b"",
+        deserialize_auxdata=lambda _: default_registry.flatten_one_level(example())[1],
+    )
+
+
+make_exportable(RecurrentState, lambda: RecurrentState.zeros((1, 1, 1), None, jnp.dtype("float32")))
 
 
 def repeat_state(state, rows: int):
