@@ -58,15 +58,14 @@ def test_orbax(tmp_path):
 
 
 @pytest.mark.core
-def test_export():
-    """A model's step, with states of all kinds, as bytes."""
-    model = make_model()
-    step = lambda token, state: model.step(token, state)
-    token = jnp.array(3, jnp.int32)
-    exported = jax.export.export(jax.jit(step))(token, model.state)
+@pytest.mark.parametrize("name", ["gated_linear_attention", "sliding_window_attention"])
+def test_export(name):
+    """A step as bytes, with states of either kind."""
+    layer = layers(dtype=jnp.float32)[name](jax.random.key(0))
+    x = jnp.ones(layer.token_shape, jnp.float32)
+    exported = jax.export.export(jax.jit(lambda x, state: layer.step(x, state)))(x, layer.state)
     again = jax.export.deserialize(exported.serialize())
-    expected = model.step(token, model.state)
-    actual = again.call(token, model.state)
+    expected, actual = layer.step(x, layer.state), again.call(x, layer.state)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, e, rtol=1e-5, atol=1e-6)
