@@ -1,6 +1,5 @@
 """What happens inside chunks. Equation numbers are those of the mathematics page."""
 
-import dataclasses
 from functools import partial
 
 import equinox as eqx
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from ._gates import balanced, FORGET
+from ._gates import FORGET
 from ._products import for_each_chunk, Product, scale_rows, sum_rows
 
 
@@ -18,7 +17,7 @@ _ORDINARY = 32.0
 # The gradient of a gate is a difference of sums. Where all decays of a token together are weaker
 # than this, digits are left.
 _ORDINARY_GATE = 2.0
-# Tokens of the blocks that chunks are cut into where their gates are not ordinary.
+# Tokens of the blocks in which gates per token are added up by one product.
 _SMALL = 16
 
 
@@ -55,7 +54,7 @@ class Chunks(eqx.Module):
         return _swap_heads(x).reshape(B, -1, H, X)
 
     def is_ordinary(self) -> Bool[Array, ""]:
-        """Whether gates per channel are weak enough for `effect`."""
+        """Whether gates per channel are weak enough for `effect_of_ordinary_gates`."""
         reach = _ORDINARY / sum(g is not None for g in (self.gk, self.gv))
         gates = [(self.g, jnp.inf), (self.gk, reach), (self.gv, reach)]
         gates = [(jnp.abs(self.cut(g)), reach) for g, reach in gates if g is not None]
@@ -79,51 +78,69 @@ class Read(eqx.Module):
         return self.inside + (past if self.decay_value is None else past * self.decay_value)
 
 
+class Decay(eqx.Module):
+    """Of states, by rows and by columns."""
+
+    key: Float[Array, "*chunks heads key 1"] | None = None
+    value: Float[Array, "*chunks heads 1 value"] | None = None
+
+    def __call__(self, h: Float[Array, "*chunks heads key value"]) -> Array:
+        return self._of_values(self._of_keys(h))
+
+    def gradient(self, h: Array, d_decayed: Array) -> "Decay":
+        """From states and the gradient of the decayed ones."""
+        return Decay(
+            None if self.key is None else sum_rows(self._of_values(h) * d_decayed),
+            None if self.value is None else _sum_columns(self._of_keys(h) * d_decayed),
+        )
+
+    def gradient_from(self, decayed: Array, d_decayed: Array) -> "Decay":
+        """The same from the decayed states, (6), where no decay is 0."""
+        products = decayed * d_decayed
+        return Decay(
+            None if self.key is None else sum_rows(products) / self.key,
+            None if self.value is None else _sum_columns(products) / self.value,
+        )
+
+    def _of_keys(self, h: Array) -> Array:
+        return h if self.key is None else scale_rows(h, self.key)
+
+    def _of_values(self, h: Array) -> Array:
+        return h if self.value is None else h * self.value
+
+
 class Write(eqx.Module):
     """The states after chunks: linear in those before them, (4)."""
 
-    decay: Float[Array, "*chunks heads key 1"] | None
+    decay: Decay
     """Of the state, before anything is written."""
     written: Float[Array, "*chunks heads key value"]
-    decay_key: Float[Array, "*chunks heads key 1"] | None
-    """Of the state, and of what is written, which is larger for it."""
-    decay_value: Float[Array, "*chunks heads 1 value"] | None
+    late_decay: Decay
+    """Of the state and of what is written, which is larger for it."""
 
     @property
     def keeps_everything(self) -> bool:
-        return self.decay is None and self.decay_key is None and self.decay_value is None
+        return not jax.tree.leaves((self.decay, self.late_decay))
 
     def __call__(self, h: Float[Array, "*chunks heads key value"]) -> Array:
-        h = h if self.decay is None else scale_rows(h, self.decay)
-        return self._decayed(h + self.written)
+        return self.late_decay(self.decay(h) + self.written)
 
     def transposed(self, d_after: Float[Array, "*chunks heads key value"]) -> Array:
         """The gradient of the states before, from that of the states after."""
-        d_h = self._decayed(d_after)
-        return d_h if self.decay is None else scale_rows(d_h, self.decay)
+        return self.decay(self.late_decay(d_after))
 
     def gradient(self, before: Array, after: Array | None, d_after: Array) -> "Write":
-        """From states that are known: what was written need not be computed again, (6).
+        """From states that are known: what was written need not be computed again.
 
         Those after are asked for with gates per channel only.
         """
-        d_written = self._decayed(d_after)
-        d_decay = None if self.decay is None else sum_rows(before * d_written)
-        d_decay_key = d_decay_value = None
-        if after is not None:
-            of_decays = after * d_after
-            if self.decay_key is not None:
-                d_decay_key = sum_rows(of_decays) / self.decay_key
-            if self.decay_value is not None:
-                d_decay_value = jnp.sum(of_decays, -2, keepdims=True) / self.decay_value
-        return Write(d_decay, d_written, d_decay_key, d_decay_value)
-
-    def _decayed(self, h: Array) -> Array:
-        h = h if self.decay_key is None else scale_rows(h, self.decay_key)
-        return h if self.decay_value is None else h * self.decay_value
+        d_written = self.late_decay(d_after)
+        d_decay = self.decay.gradient(before, d_written)
+        d_late = Decay() if after is None else self.late_decay.gradient_from(after, d_after)
+        return Write(d_decay, d_written, d_late)
 
 
-def effect(chunks: Chunks) -> tuple[Read, Write]:
+def effect_of_ordinary_gates(chunks: Chunks) -> tuple[Read, Write]:
     """Gates per channel as products of two factors, (5), gates per token as a matrix of decays."""
     q, k, v = map(chunks.heads_first, (chunks.q, chunks.k, chunks.v))
     decay = decay_key = decay_value = after_read = to_end = None
@@ -134,7 +151,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
         decayed_q, decayed_k = q * jnp.exp(sums), k * jnp.exp(-sums)
         scores = jnp.asarray(_decayed_scores(chunks.product, q, k, decayed_q, decayed_k))
         q, k = decayed_q, decayed_k
-        decay_key = _column(jnp.exp(sums[..., -1:, :]))
+        decay_key = column(jnp.exp(sums[..., -1:, :]), k.shape[-1])
     if chunks.g is not None:
         g = chunks.heads_first(chunks.g)
         between, from_start, to_end = _sums(g)
@@ -144,7 +161,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
         of_pairs, from_start, to_end = decays
         scores = scores * of_pairs
         q = scale_rows(q, from_start)
-        decay = jnp.broadcast_to(from_start[..., -1:, :], (*k.shape[:-2], k.shape[-1], 1))
+        decay = column(from_start[..., -1:, :], k.shape[-1])
     scores = jnp.tril(scores)
     if chunks.gv is None:
         inside = chunks.product("ij,jv->iv", scores, v)
@@ -159,7 +176,7 @@ def effect(chunks: Chunks) -> tuple[Read, Write]:
     # Of the two factors of what is written, values are the one that is not transposed.
     written = chunks.product("jk,jv->kv", k, v if to_end is None else scale_rows(v, to_end))
     read = Read(inside, q, after_read, chunks.product)
-    return read, Write(decay, written, decay_key, decay_value)
+    return read, Write(Decay(decay), written, Decay(decay_key, decay_value))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -186,57 +203,6 @@ def _decayed_scores_backward(product, factors, d_scores):
 
 
 _decayed_scores.defvjp(_decayed_scores_forward, _decayed_scores_backward)
-
-
-def in_small_blocks(chunks: Chunks, h: Float[Array, "batch heads key value"]):
-    """Cuts chunks into blocks, so that only those with extreme gates pay for them."""
-    width = min(chunks.size, _SMALL)
-    blocks = dataclasses.replace(chunks, size=width)
-
-    def cut(x: Array) -> Array:
-        return blocks.cut(x).swapaxes(0, 1)
-
-    def factorised(block: Chunks, h: Array) -> tuple[Array, Array]:
-        read, write = effect(block)
-        return block.heads_last(read(h)), write(h)
-
-    @jax.checkpoint
-    def body(h, block):
-        o, h = jax.lax.cond(block.is_ordinary(), factorised, _explicit, block, h)
-        return h, o
-
-    if chunks.q.shape[1] == width:  # one block: not ordinary, or of few tokens
-        o, h_next = _explicit(chunks, h[:, None])
-        return o, h_next[:, 0]
-    h, o = jax.lax.scan(body, h[:, None], jax.tree.map(cut, blocks))
-    return o.swapaxes(0, 1).reshape(*chunks.q.shape[:3], -1), h[:, 0]
-
-
-def _explicit(chunks: Chunks, h: Array) -> tuple[Array, Array]:
-    """Every decay by itself, from sums of the gates between two tokens: exact for any gate."""
-    q, k, v = map(chunks.heads_first, (chunks.q, chunks.k, chunks.v))
-    over_key = [chunks.heads_first(g) for g in (chunks.g, chunks.gk) if g is not None]
-    gk = _sums(sum(over_key[1:], start=over_key[0])) if over_key else None
-    gv = None if chunks.gv is None else _sums(chunks.heads_first(chunks.gv))
-    if gk is not None and gv is not None:
-        gk, gv = zip(*map(balanced, gk, gv), strict=True)
-    decayed_q, decayed_k, h_next = q, k, h
-    pairs = q[..., :, None, :] * k[..., None, :, :]
-    if gk is not None:
-        between, from_start, to_end = map(jnp.exp, gk)
-        pairs = pairs * between
-        decayed_q, decayed_k = q * from_start, k * to_end
-        h_next = h * _column(from_start[..., -1:, :])
-    scores = jnp.tril(jnp.sum(pairs, -1))[..., None]
-    writes = scores * v[..., None, :, :]
-    past = chunks.product("ik,kv->iv", decayed_q, h)
-    if gv is not None:
-        between, from_start, to_end = map(jnp.exp, gv)
-        writes = writes * between
-        past, v = past * from_start, v * to_end
-        h_next = h_next * from_start[..., -1:, :]
-    o = chunks.heads_last(jnp.sum(writes, -2) + past)
-    return o, h_next + chunks.product("jk,jv->kv", decayed_k, v)
 
 
 def _sums(g: Float[Array, "*rows chunk x"]) -> tuple[Array, Array, Array]:
@@ -319,5 +285,9 @@ def _diagonal(x: Float[Array, "*rows chunk chunk"]) -> Float[Array, "*rows chunk
     return x.reshape(*rows, C * C)[..., :: C + 1, None]
 
 
-def _column(x: Float[Array, "*rows 1 key"]) -> Float[Array, "*rows key 1"]:
-    return x.swapaxes(-1, -2)
+def _sum_columns(x: Float[Array, "*rows n x"]) -> Float[Array, "*rows 1 x"]:
+    return jnp.sum(x, -2, keepdims=True)
+
+
+def column(x: Float[Array, "*rows 1 key_or_1"], K: int) -> Float[Array, "*rows key 1"]:
+    return jnp.broadcast_to(x.swapaxes(-1, -2), (*x.shape[:-2], K, 1))

@@ -14,7 +14,8 @@ from jaxtyping import Array, Int
 from .._inputs import count, Inputs
 from .._transform import fold_vmap
 from .._varlen import Parts, plan_parts, Windows
-from ._chunk import Chunks, effect, in_small_blocks, Read, sum_until, Write
+from ._any_gates import effect_of_any_gates
+from ._chunk import Chunks, effect_of_ordinary_gates, Read, sum_until, Write
 from ._products import in_registers, Product
 from .base import AbstractMethod
 
@@ -93,7 +94,7 @@ def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_se
         output, table, states = carry
         n = walk.parts.sequence[c]
         chunks = walk.prepare(c, walk.load(rows.tokens, c), _at(rows.g_gamma, n), rows.scale)
-        o, h, before = walk.choose(chunks, _run_ordinary, _run_extreme, _at(table, n))
+        o, h, before = walk.choose(_run_chunks, chunks, _at(table, n))
         if keep_states:
             states = _put(states, in_registers(before), c * walk.chunks)
         return walk.store(output, o, c), _put(table, h[:, None], n), states
@@ -124,9 +125,8 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
         )
         d_o = in_registers(walk.mask(walk.load(d_output, c), c).astype(rows.state_dtype))
         d_chunks, d_h = walk.choose(
+            _pull_back,
             chunks,
-            _pull_back_ordinary,
-            _pull_back_extreme,
             before,
             _at(table, n),
             d_o,
@@ -149,14 +149,14 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
     return rows.gradient(*jax.lax.fori_loop(0, steps, body, carry)[:-1])
 
 
-def _run_ordinary(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
+def _run_chunks(effect, chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
     """The output, the state after the chunks, and the states before each of them."""
     read, write = effect(chunks)
     h, before = _over_chunks(lambda h, write: (write(h), h), h, write)
     return chunks.heads_last(read(before)), h, before
 
 
-def _pull_back_ordinary(chunks: Chunks, before: Array, h: Array | None, d_o: Array, d_h: Array):
+def _pull_back(effect, chunks: Chunks, before: Array, h: Array | None, d_o: Array, d_h: Array):
     """From the states before the chunks and the last one after them.
 
     What the chunks do by themselves is differentiated last.
@@ -192,17 +192,6 @@ def _over_chunks(function, carry, chunks, reverse: bool = False):
     for c in order:
         carry, out[c] = function(carry, jax.tree.map(operator.itemgetter((slice(None), c)), chunks))
     return carry, jax.tree.map(lambda *x: jnp.stack(x, 1), *out)
-
-
-def _run_extreme(chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
-    o, h_next = in_small_blocks(chunks, h)
-    # Of the states before each chunk its backward pass needs the first only.
-    return o, h_next, jnp.stack([h] * chunks.number, 1)
-
-
-def _pull_back_extreme(chunks: Chunks, before: Array, h: Array | None, d_o: Array, d_h: Array):
-    del h
-    return jax.vjp(in_small_blocks, chunks, before[:, 0])[1]((d_o, d_h))
 
 
 class _Walk(NamedTuple):
@@ -302,13 +291,15 @@ class _Walk(NamedTuple):
             Product(self.precision, copied),
         )
 
-    def choose(self, chunks: Chunks, ordinary, extreme, *operands):
+    def choose(self, function, chunks: Chunks, *operands):
         """Without gates per channel all gates are ordinary; few tokens have little to factorise."""
+        ordinary = partial(function, effect_of_ordinary_gates)
+        any_gates = partial(function, effect_of_any_gates)
         if chunks.gk is None and chunks.gv is None:
             return ordinary(chunks, *operands)
         if self.windows.size <= _FEW:
-            return extreme(chunks, *operands)
-        return jax.lax.cond(chunks.is_ordinary(), ordinary, extreme, chunks, *operands)
+            return any_gates(chunks, *operands)
+        return jax.lax.cond(chunks.is_ordinary(), ordinary, any_gates, chunks, *operands)
 
 
 def _at(arrays, index: Int[Array, ""]):
