@@ -33,15 +33,14 @@ def effect_of_any_gates(chunks: Chunks) -> tuple[Read, Write]:
             return scores
         return decays.of_values(chunks.product("ij,jv->iv", scores, decays.of_values(v)))
 
-    width = chunks.size if chunks.gv is None else v.shape[-1]
+    own = sum_rows(q * k)
     total, _ = jax.lax.scan(
         lambda total, level: (total + of_pairs(level), None),
-        jnp.zeros((*v.shape[:-1], width), v.dtype),
+        jnp.where(i == j, own, 0) if chunks.gv is None else own * v,
         jnp.arange(chunks.size.bit_length() - 1, dtype=jnp.int32),
     )
-    others = chunks.product("ij,jv->iv", total, v) if chunks.gv is None else total
+    inside = chunks.product("ij,jv->iv", total, v) if chunks.gv is None else total
     from_start, to_end = gates.decays(j <= i), gates.decays(j > i)
-    inside = sum_rows(q * k) * v + others
     read = Read(inside, from_start.of_keys(q), from_start.value, chunks.product)
     written = chunks.product("jk,jv->kv", to_end.of_keys(k), to_end.of_values(v))
     key, value = (None if x is None else x[..., -1:, :] for x in from_start)
