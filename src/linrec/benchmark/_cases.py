@@ -18,17 +18,20 @@ GATES = {
     "gv": ("gv",),
     "all": ("g", "g_gamma", "gk", "gv"),
 }
+# Of GLA. Divided by less, gates get too strong for chunks to be factorised.
+NORMALISER = 16.0
 DTYPES = ("float32", "bfloat16", "float16")
 
 SHAPES = ((1, 2048, 4, 64, 64), (2, 4096, 8, 128, 128), (1, 16384, 4, 64, 64))
 
 
 class Case(NamedTuple):
-    """One problem. `shape` is `(B, T, H, K, V)`."""
+    """One problem. `shape` is `(B, T, H, K, V)`; gates of tokens are divided by `normaliser`."""
 
     shape: tuple[int, int, int, int, int]
     gate: str
     dtype: str = "float32"
+    normaliser: float = NORMALISER
 
     def __str__(self) -> str:
         return f"{self.shape}, gate {self.gate}, {self.dtype}"
@@ -63,7 +66,7 @@ class Case(NamedTuple):
             elif name == "g_gamma":  # the decays of RetNet
                 x = jnp.log1p(-jnp.exp2(-5 - jnp.arange(H, dtype=jnp.float32) * 4 / H))
             elif name.startswith("g"):  # the gates of GLA
-                x = jax.nn.log_sigmoid(x) / 16
+                x = jax.nn.log_sigmoid(x) / self.normaliser
             # The gates of a model in half precision are float32.
             inputs[name] = x if name in self.gates else x.astype(self.dtype)
         return inputs

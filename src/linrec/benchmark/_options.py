@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from ._cases import Case, DTYPES, GATES, parse_shape, write_shapes
+from ._cases import Case, DTYPES, GATES, NORMALISER, parse_shape, write_shapes
 from ._contestants import linrec_method, METHODS
 from ._peers import PEERS
 
@@ -69,6 +69,12 @@ def add_case_options(parser: argparse.ArgumentParser, shapes: Sequence[tuple[int
     )
     add_gates_option(parser, ["none", "g_gamma", "gk"])
     parser.add_argument(
+        "--normaliser",
+        type=float,
+        default=NORMALISER,
+        help="what log_sigmoid(x) is divided by to give gates of tokens (default: %(default)g)",
+    )
+    parser.add_argument(
         "--dtypes", nargs="+", choices=DTYPES, default=["float32"], help="(default: float32)"
     )
     parser.add_argument(
@@ -118,7 +124,7 @@ def add_output_option(parser: argparse.ArgumentParser) -> None:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     return [
-        Case(shape, gate, dtype)
+        Case(shape, gate, dtype, args.normaliser)
         for shape in args.shapes
         for dtype in args.dtypes
         for gate in args.gates

@@ -15,7 +15,12 @@ LENGTHS = (1024, 4096, 16384, 65536, 131072)
 def main(args: argparse.Namespace) -> int:
     contestants = [CHUNK_SCAN, *map(linrec_method, args.methods)]
     B, _, H, K, V = args.shapes[-1]
-    cases = [Case((B, T, H, K, V), g, d) for d in args.dtypes for g in args.gates for T in LENGTHS]
+    cases = [
+        Case((B, T, H, K, V), g, d, args.normaliser)
+        for d in args.dtypes
+        for g in args.gates
+        for T in LENGTHS
+    ]
     records = []
     with progress(len(cases) * (2 + 2 * len(contestants))) as step:
         for case in cases:
