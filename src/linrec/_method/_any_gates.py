@@ -60,7 +60,10 @@ class _Gates(NamedTuple):
             given = [chunks.heads_first(g) for g in gates if g is not None]
             return jnp.maximum(sum(given[1:], start=given[0]), FORGET) if given else None
 
-        return _Gates(together(chunks.g, chunks.gk), together(chunks.gv))
+        key, value = together(chunks.g, chunks.gk), together(chunks.gv)
+        if key is not None and value is not None:
+            key, value = balanced(key, value)  # what cancels here has no digits to lose in sums
+        return _Gates(key, value)
 
     def decays(self, which: Bool[Array, "chunk chunk"]) -> "_Decays":
         """For each token, by the gates of which tokens. Nothing is ever subtracted."""
