@@ -3,6 +3,7 @@
 import argparse
 import codecs
 import json
+import math
 import random
 import sys
 import sysconfig
@@ -53,6 +54,16 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number
 
 
 def channels(text: str) -> int:

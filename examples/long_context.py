@@ -25,6 +25,7 @@ from _common import (
     make_parser,
     MIXERS,
     plot_file,
+    positive,
     progress_bar,
     read_text,
 )
@@ -137,7 +138,7 @@ def main() -> None:
     parser.add_argument("--size", type=channels, default=64, help="channels")
     parser.add_argument("--layers", type=at_least(1), default=2, help="layers of the model")
     parser.add_argument("--steps", type=at_least(0), default=3, help="of training")
-    parser.add_argument("--rate", type=float, default=1e-2, help="of learning")
+    parser.add_argument("--rate", type=positive, default=1e-2, help="of learning")
     parser.add_argument(
         "--text",
         type=existing,

@@ -16,7 +16,16 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from _common import at_least, channels, make_model, make_parser, MIXERS, plot_file, progress_bar
+from _common import (
+    at_least,
+    channels,
+    make_model,
+    make_parser,
+    MIXERS,
+    plot_file,
+    positive,
+    progress_bar,
+)
 
 import linrec
 
@@ -120,7 +129,7 @@ def main() -> None:
     parser.add_argument("--layers", type=at_least(1), default=1, help="layers of a model")
     parser.add_argument("--steps", type=at_least(1), default=300, help="of training")
     parser.add_argument("--batch", type=at_least(1), default=64, help="sequences in a step")
-    parser.add_argument("--rate", type=float, default=1e-2, help="of learning")
+    parser.add_argument("--rate", type=positive, default=1e-2, help="of learning")
     parser.add_argument("--output", type=plot_file, default="recall.png", help="the plot")
     args = parser.parse_args()
     if max(args.pairs) > args.symbols:

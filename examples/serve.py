@@ -16,7 +16,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import at_least, load_model, make_model, make_parser, progress_bar, read_text
+from _common import (
+    at_least,
+    load_model,
+    make_model,
+    make_parser,
+    positive,
+    progress_bar,
+    read_text,
+)
 
 
 @dataclasses.dataclass
@@ -144,7 +152,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("checkpoint", type=Path, nargs="?", help="of `train_lm.py`")
     parser.add_argument("--requests", type=at_least(1), default=300, help="to serve")
-    parser.add_argument("--rate", type=float, default=40.0, help="of arrivals, per second")
+    parser.add_argument("--rate", type=positive, default=40.0, help="of arrivals, per second")
     parser.add_argument("--slots", type=at_least(1), default=16, help="requests decoded together")
     parser.add_argument("--prompt", type=at_least(1), default=200, help="tokens at most")
     parser.add_argument(

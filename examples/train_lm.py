@@ -23,6 +23,7 @@ from _common import (
     make_model,
     make_parser,
     MIXERS,
+    positive,
     progress_bar,
     read_text,
     save_model,
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--steps", type=at_least(1), default=400, help="of training")
     parser.add_argument("--batch", type=at_least(1), default=8, help="sequences in a step")
     parser.add_argument("--length", type=at_least(1), default=256, help="tokens of a sequence")
-    parser.add_argument("--rate", type=float, default=6e-3, help="of learning")
+    parser.add_argument("--rate", type=positive, default=6e-3, help="of learning")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="of the optimiser")
     parser.add_argument("--prompt", type=some_text, default="def ", help="text to continue")
     parser.add_argument("--tokens", type=at_least(0), default=400, help="to write in the end")

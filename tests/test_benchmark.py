@@ -127,6 +127,8 @@ def _call(order, name, seconds):
     [
         ("all --nonesuch", "unrecognized arguments: --nonesuch"),
         ("speed --repeats 0", "argument --repeats: expected an integer of 1 or more, got '0'"),
+        ("speed --normaliser 0", "argument --normaliser: expected a number above 0, got '0'"),
+        ("speed --budget nan", "argument --budget: expected a number above 0, got 'nan'"),
         ("speed --methods nonesuch", "argument --methods: expected one of auto, chunked, "),
         ("speed --methods chunked:abc", "got 'chunked:abc'"),
         ("speed --methods chunked:100", "expects a power of two"),

@@ -83,6 +83,7 @@ def test_long_context(tmp_path):
     ("command", "complaint"),
     [
         ("train_lm.py --steps 0", "argument --steps: expected an integer of 1 or more, got '0'"),
+        ("recall.py --rate -1", "argument --rate: expected a number above 0, got '-1'"),
         ("train_lm.py --size 12", "argument --size: expected a multiple of 8"),
         ("train_lm.py --text a-file --length 10", "a-file has 5 bytes of text"),
         ("train_lm.py --prompt=", "argument --prompt: expected some text"),

@@ -1,6 +1,7 @@
 """Options that commands share."""
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +29,17 @@ def at_least(least: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def positive(text: str) -> float:
+    """Numbers, for `argparse`."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return number
 
 
 def folder(text: str) -> Path:
@@ -70,7 +82,7 @@ def add_case_options(parser: argparse.ArgumentParser, shapes: Sequence[tuple[int
     add_gates_option(parser, ["none", "g_gamma", "gk"])
     parser.add_argument(
         "--normaliser",
-        type=float,
+        type=positive,
         default=NORMALISER,
         help="what log_sigmoid(x) is divided by to give gates of tokens (default: %(default)g)",
     )
@@ -96,7 +108,7 @@ def add_case_options(parser: argparse.ArgumentParser, shapes: Sequence[tuple[int
     )
     parser.add_argument(
         "--memory-limit",
-        type=float,
+        type=positive,
         metavar="GIB",
         help="leave out programs that need more (default: half of the device's memory)",
     )

@@ -6,7 +6,15 @@ from typing import Any
 from ._cases import Case, SHAPES
 from ._check import Problem
 from ._contestants import BASELINE, choose, Contestant
-from ._options import add_case_options, at_least, cases, failed, memory_limit, PASSES
+from ._options import (
+    add_case_options,
+    at_least,
+    cases,
+    failed,
+    memory_limit,
+    PASSES,
+    positive,
+)
 from ._report import describe, print_table, progress, write_bars, write_json
 from ._timing import interleave
 
@@ -18,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--budget",
-        type=float,
+        type=positive,
         default=10.0,
         metavar="SECONDS",
         help="for each program; slow ones repeat less, twice at least (default: %(default)s)",
