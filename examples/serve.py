@@ -16,15 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _common import (
-    at_least,
-    load_model,
-    make_model,
-    make_parser,
-    positive,
-    progress_bar,
-    read_text,
-)
+from _common import at_least, load_model, make_model, make_parser, positive, progress_bar, read_text
 
 
 @dataclasses.dataclass

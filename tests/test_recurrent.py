@@ -74,6 +74,14 @@ def test_growth_that_decay_undoes(method):
         compare(arguments, METHODS[method])
 
 
+def test_channels_that_grow_in_turns():
+    """What a token's channels have in common adds up to more than `exp` can take."""
+    arguments = Case("gv", strength="zero", B=1, T=64, H=1, Hkv=1, with_state=False).arguments()
+    t, channel = jnp.arange(64)[:, None], jnp.arange(6)[None]
+    gk = jnp.where((t + channel) % 2 == 0, 10.0, -10.0).astype(jnp.float32)
+    compare(arguments | {"gk": gk[None, :, None]}, METHODS["auto"])
+
+
 @pytest.mark.parametrize("gates", ["gk", "gv", "all"])
 def test_strong_gates_of_few_tokens(gates):
     """They sum up to little, but the gradient of each is small beside what cancels in it."""

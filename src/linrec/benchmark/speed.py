@@ -6,15 +6,7 @@ from typing import Any
 from ._cases import Case, SHAPES
 from ._check import Problem
 from ._contestants import BASELINE, choose, Contestant
-from ._options import (
-    add_case_options,
-    at_least,
-    cases,
-    failed,
-    memory_limit,
-    PASSES,
-    positive,
-)
+from ._options import add_case_options, at_least, cases, failed, memory_limit, PASSES, positive
 from ._report import describe, print_table, progress, write_bars, write_json
 from ._timing import interleave
 
