@@ -60,10 +60,8 @@ class _Gates(NamedTuple):
             given = [chunks.heads_first(g) for g in gates if g is not None]
             return jnp.maximum(sum(given[1:], start=given[0]), FORGET) if given else None
 
-        key, value = together(chunks.g, chunks.gk), together(chunks.gv)
-        if key is not None and value is not None:
-            key, value = balanced(key, value)  # what cancels here has no digits to lose in sums
-        return _Gates(key, value)
+        # Balanced: what cancels here has no digits to lose in sums.
+        return _Gates(*balanced(together(chunks.g, chunks.gk), together(chunks.gv)))
 
     def decays(self, which: Bool[Array, "chunk chunk"]) -> "_Decays":
         """For each token, by the gates of which tokens. Nothing is ever subtracted."""
@@ -72,10 +70,7 @@ class _Gates(NamedTuple):
             ones = which.astype(g.dtype)
             return jnp.einsum("it,...tx->...ix", ones, g, precision=jax.lax.Precision.HIGHEST)
 
-        key, value = jax.tree.map(add_up, tuple(self))
-        if key is not None and value is not None:
-            key, value = balanced(key, value)
-        return _Decays(*jax.tree.map(jnp.exp, (key, value)))
+        return _Decays(*jax.tree.map(jnp.exp, balanced(*jax.tree.map(add_up, tuple(self)))))
 
 
 class _Decays(NamedTuple):

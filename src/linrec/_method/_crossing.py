@@ -107,5 +107,4 @@ class _Gates(NamedTuple):
 
     def factors(self) -> tuple[Array, Array]:
         """Of key channels and of value channels."""
-        key, value = balanced(self.key, self.value)
-        return exp(key), exp(value)
+        return jax.tree.map(exp, balanced(self.key, self.value))

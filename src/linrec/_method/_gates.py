@@ -11,14 +11,16 @@ FORGET = -1e30
 
 
 def balanced(
-    key: Float[Array, "*rows key_or_1"], value: Float[Array, "*rows value_or_1"]
-) -> tuple[Array, Array]:
+    key: Float[Array, "*rows key_or_1"] | None, value: Float[Array, "*rows value_or_1"] | None
+) -> tuple[Array | None, Array | None]:
     """Gates of key and of value channels that act on the same state, with the same product.
 
     Where one grows and the other decays, each may overflow while together they cancel. A gate of
     whole states goes with those of channels. Where both are of channels, what is moved from one to
     the other makes the largest of both equal.
     """
+    if key is None or value is None:
+        return key, value
     if key.shape[-1] == 1:
         return jnp.zeros_like(key), value + key
     if value.shape[-1] == 1:

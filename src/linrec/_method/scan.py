@@ -139,8 +139,7 @@ def _step(h, token, g_gamma, scale):
     of_key += [] if gk is None else [wide(gk)]
     over_key = sum(of_key[1:], start=of_key[0]) if of_key else None
     over_value = None if gv is None else wide(gv)
-    if over_key is not None and over_value is not None:
-        over_key, over_value = balanced(over_key, over_value)
+    over_key, over_value = balanced(over_key, over_value)
     if over_key is not None:
         h = h * jnp.exp(over_key)[..., None]
     if over_value is not None:
