@@ -82,12 +82,15 @@ MISTAKES = {
         },
         "initial_state=...)` expects shape (2, 4, 8, 8), one state per sequence, but has shape",
     ),
-    "chunk_size": ({"chunk_size": 0}, "`chunk_size` expects 1 or more, but got 0"),
-    "float chunk_size": ({"chunk_size": 2.5}, "`chunk_size` expects an integer, but got 2.5"),
-    "bool chunk_size": ({"chunk_size": True}, "`chunk_size` expects an integer, but got True"),
+    "chunk_size": (
+        {"chunk_size": 0},
+        "recurrent(..., chunk_size=...)` expects 1 or more, but got 0",
+    ),
+    "float chunk_size": ({"chunk_size": 2.5}, "chunk_size=...)` expects an integer, but got 2.5"),
+    "bool chunk_size": ({"chunk_size": True}, "chunk_size=...)` expects an integer, but got True"),
     "unknown method": (
         {"method": "triton"},
-        "method=...)` expects one of `linrec.Auto()`, `linrec.Scan()`",
+        "method=...)` expects a method, an instance of `linrec.AbstractMethod`",
     ),
     "class as method": ({"method": linrec.Chunked}, "Did you mean `linrec.Chunked()`?"),
     "no query": ({"query": None}, "query=...)` expects an array, but got None"),
@@ -165,3 +168,24 @@ def test_step():
     message = "gk=...)` expects shape (4, 8), one gate per key channel, but has shape (2, 8)"
     with pytest.raises(ValueError, match=re.escape(message)):
         linrec.step(jnp.ones((4, 8, 8)), Q[0, 0], KV[0, 0], KV[0, 0], gk=KV[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (linrec.recurrent, "linrec.recurrent"),
+        (linrec.recurrent_gla, "linrec.recurrent_gla"),
+        (partial(linrec.lightning_attn, layer_idx=0, num_layers=2), "linrec.lightning_attn"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("argument", "wrong"), [("chunk_size", 0), ("method", "scan"), ("initial_state", Q)]
+)
+def test_errors_name_what_was_called(call, name, argument, wrong):
+    with pytest.raises(ValueError, match=re.escape(f"`{name}(..., {argument}=...)`")):
+        call(Q, KV, KV, **{argument: wrong})
+
+
+def test_segmented():
+    with pytest.raises(ValueError, match=re.escape("`linrec.Segmented(chunk_size)` expects 1 or")):
+        linrec.Segmented(0)

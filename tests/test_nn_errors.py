@@ -26,7 +26,7 @@ CALLS = {
     "other channels": (lambda: make()(X[:, :7]), r"shape \(seq, 8\)"),
     "sequence to step": (
         lambda: make().step(X),
-        r"`GatedLinearAttention.step\(x\)` expects `x` of shape \(8\)",
+        r"`GatedLinearAttention.step\(x\)` expects `x` of shape \(8,\)",
     ),
     "batched state": (
         lambda: make()(X, jax.tree.map(lambda s: s[None], make().state)),
@@ -50,6 +50,14 @@ CALLS = {
         r"`num_kv_heads` \(3\) has to divide `num_heads` \(4\)",
     ),
     "odd rotary": (lambda: make(nn.Retention, 2, key_size=3), "`key_size` has to be even"),
+    "gate_temperature": (lambda: make(gate_temperature=0), "`gate_temperature` expects a number"),
+    "gate_rank": (lambda: make(gate_rank=0), "`gate_rank` expects 1 or more"),
+    "rotary_base": (lambda: make(nn.Retention, 2, rotary_base=0), "`rotary_base` expects a number"),
+    "dt_range": (
+        lambda: make(nn.Mamba2, 2, value_size=8, dt_range=(0.0, 0.1)),
+        "`dt_range` expects a number above 0",
+    ),
+    "features": (lambda: nn.DPFP(0), r"`DPFP\(nu\)` expects 1 or more"),
     "conv_size": (lambda: make(conv_size=0), "`conv_size` expects"),
     "slopes": (
         lambda: make(nn.LightningAttention, 2, layer_idx=0, num_layers=1, slopes="steep"),
@@ -77,13 +85,23 @@ CALLS = {
         lambda: nn.LanguageModel(lambda i, key: make(), 0, 5, key=KEY),
         "num_layers=...\\)` expects 1 or more",
     ),
+    "no mixer": (lambda: nn.LanguageModel(lambda i, key: None, 1, 5, key=KEY), "expects a mixer"),
+    "a block": (lambda: nn.Block(nn.Block(make(), key=KEY), key=KEY), "expects a mixer"),
+    "one layer": (
+        lambda: nn.LanguageModel(make(), 1, 5, key=KEY),
+        "expects a function that makes a mixer for each layer, but got a layer, GatedLinearAtt",
+    ),
+    "no model": (
+        lambda: nn.generate(lambda x: x, jnp.arange(3), 5, KEY),
+        "expects a layer from tokens to logits",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_mistake(name):
     call, message = CALLS[name]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         call()
 
 
@@ -101,6 +119,13 @@ def test_values_of_cu_seqlens(kind):
     layer = make(kind, **({} if kind is nn.GatedLinearAttention else {"window": 2}))
     with pytest.raises(Exception, match=rf"`{kind.__name__}\(..., cu_seqlens=...\)` must not"):
         layer(X, cu_seqlens=jnp.array([0, 4, 2]))
+
+
+def test_values_of_cu_seqlens_are_checked_once():
+    """Not in every layer again: it takes a call of the host."""
+    model = nn.LanguageModel(lambda i, key: make(), 2, 5, key=KEY)
+    run = lambda bounds: model(jnp.arange(4), cu_seqlens=bounds)[0]
+    assert str(jax.make_jaxpr(run)(jnp.array([0, 2, 4]))).count("raises") == 1
 
 
 def test_plain_numbers():

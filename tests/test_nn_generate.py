@@ -125,6 +125,8 @@ def test_no_tokens(model):
         ({"temperature": -1.0}, "temperature=...)` must not be negative"),
         ({"top_k": 0}, "top_k=...)` expects 1 or more"),
         ({"top_p": 1.5}, "top_p=...)` expects a probability"),
+        ({"top_p": np.float32(1.5)}, "top_p=...)` expects a probability"),
+        ({"top_k": np.int32(0)}, "top_k=...)` expects 1 or more"),
         ({"temperature": float("nan")}, "temperature=...)` must not be negative"),
         ({"max_tokens": -1}, "expects 0 or more"),
         ({"max_tokens": 2.5}, "expects an integer, but got 2.5"),

@@ -67,6 +67,24 @@ def test_free_head():
     assert logits.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("cu_seqlens", [None, jnp.array([0, 3, 9])])
+def test_checkpoint(cu_seqlens):
+    """The same answers and gradients; what is inside of blocks is not kept."""
+    tokens = jnp.arange(10) % 11
+
+    def of_model(checkpoint):
+        model = make_model(4, lightning(4), checkpoint=checkpoint)
+        loss = lambda model: model.loss(tokens[:-1], tokens[1:], cu_seqlens=cu_seqlens)[0]
+        results = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model)
+        kept = jax.eval_shape(lambda model: jax.vjp(loss, model)[1], model)
+        return jax.tree.leaves(results), sum(x.size for x in jax.tree.leaves(kept))
+
+    (expected, everything), (actual, kept) = of_model(False), of_model(True)
+    for a, e in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
+    assert kept < everything / 2
+
+
 def test_loss():
     model = make_model()
     tokens, targets = jnp.array([3, 1, 4, 1, 5]), jnp.array([1, 4, 1, 5, 9])

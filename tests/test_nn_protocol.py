@@ -116,6 +116,21 @@ def test_packed_is_separate(name):
     assert np.all(np.isfinite(packed))
 
 
+@pytest.mark.parametrize("name", mixers())
+def test_padding_may_hold_anything(name):
+    layer = make(name)
+    x, bounds = make_input(layer), jnp.array([0, 5, 9])
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(layer_and_x):
+        layer, x = layer_and_x
+        return jnp.sum(jnp.sin(layer(x, cu_seqlens=bounds)[0][:9]))
+
+    bad = jnp.where(jnp.arange(x.shape[0])[:, None] < 9, x, jnp.nan)
+    assert_close(gradient((layer, bad)), gradient((layer, x)), 0)
+
+
 @some_layers
 def test_packed_starts_from_the_held_state(name):
     layer = make(name)
@@ -182,6 +197,14 @@ def test_bfloat16(name):
     for state in states:
         if isinstance(state, linrec.nn.RecurrentState):
             assert state.hidden.dtype == jnp.float32
+
+
+def test_the_normaliser_outgrows_float16():
+    """It is a sum over all tokens."""
+    narrow = linrec.nn.LinearAttention(8, 1, dtype=jnp.float16, key=jax.random.key(0))
+    exact = jax.tree.map(lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, narrow)
+    x = 20 * jax.random.normal(jax.random.key(1), (2000, 8), jnp.float16)
+    assert_close(run(narrow, x)[0].astype(float), run(exact, x.astype(float))[0], 1e-2)
 
 
 @pytest.mark.parametrize("name", ["gated_linear_attention", "sliding_window_attention"])

@@ -143,3 +143,31 @@ def test_trainable_state():
     assert mask["layer"].state.hidden
     assert not mask["layer"].lower_bound
     assert mask["step"] is False
+
+
+class Pair(nn.AbstractMixer):
+    """A mixer of mixers."""
+
+    first: nn.AbstractMixer
+    second: nn.AbstractMixer
+    size: int = eqx.field(static=True)
+    trainable_state: bool = eqx.field(static=True, default=False)
+
+    @property
+    def state(self):
+        return self.first.state, self.second.state
+
+    def run(self, x, state, time):
+        x, first = self.first.run(x, state[0], time)
+        x, second = self.second.run(x, state[1], time)
+        return x, (first, second)
+
+
+def test_mixers_in_a_mixer():
+    key = jax.random.key(0)
+    lightning = nn.LightningAttention(8, 2, layer_idx=1, num_layers=3, dtype=jnp.float32, key=key)
+    pair = Pair(lightning, nn.Retention(8, 2, dtype=jnp.float32, key=key), 8)
+    x = jax.random.normal(jax.random.key(1), (9, 8), jnp.float32)
+    assert_trainable_is_what_has_a_gradient(pair, x)
+    narrow = jax.tree.map(lambda x: x.astype(jnp.float16) if eqx.is_inexact_array(x) else x, pair)
+    assert all(state.hidden.dtype == jnp.float32 for state in narrow.initial_state())

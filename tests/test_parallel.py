@@ -198,6 +198,8 @@ def test_errors(no_type_checks):
         linrec.SequenceParallel(linrec.Auto(), mesh, "time")
     with pytest.raises(ValueError, match=r"axis=\('data', 'seq'\).*expects an axis of the mesh"):
         linrec.SequenceParallel(linrec.Auto(), mesh, ("data", "seq"))
+    with pytest.raises(ValueError, match=r"expects different axes.*\['seq', 'seq'\]"):
+        linrec.SequenceParallel(linrec.Auto(), mesh, "seq", batch_axis="seq")
     with pytest.raises(ValueError, match=r"exchange=.*'all_gather' or 'log_step'"):
         linrec.SequenceParallel(linrec.Auto(), mesh, "seq", exchange="ring")
     x = jnp.ones((3, 8, 3, 2), jnp.float32)

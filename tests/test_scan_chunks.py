@@ -126,3 +126,11 @@ def test_memory_is_bounded():
 def test_mistakes(xs, chunk_size, message):
     with pytest.raises(ValueError, match=message):
         linrec.scan_chunks(lambda x, state: (x, state), xs, None, chunk_size)
+
+
+@pytest.mark.parametrize("chunk_size", [5, 100])
+def test_counts_keep_their_dtype(chunk_size):
+    count = lambda x, state: (jnp.sum(x > 0, dtype=jnp.int32), state)
+    total, _ = linrec.scan_chunks(count, jnp.arange(T), (), chunk_size)
+    assert total == T - 1
+    assert total.dtype == jnp.int32

@@ -6,7 +6,7 @@ import pytest
 
 import linrec
 
-from .helpers import Case, GATES, relative_error
+from .helpers import Case, count_compilations, GATES, relative_error
 
 
 pytestmark = pytest.mark.core
@@ -50,13 +50,26 @@ def test_recurrent_gla():
         assert jnp.array_equal(a, e)
 
 
+def test_without_jit_it_compiles_once():
+    arguments = Case("gk", T=1).arguments()
+    token = {n: x[:, 0] for n, x in arguments.items() if n in TOKENS}
+    B, H, K = token["query"].shape
+    state = jnp.zeros((B, H, K, token["value"].shape[-1]))
+    call = lambda: linrec.step(state, **token)
+    call()
+    with count_compilations() as compilations:
+        call()
+    assert compilations == []
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("float64", 1e-14)])
 @pytest.mark.parametrize("layer", [0, 3])
-def test_lightning_attn(layer):
-    arguments = Case("none", H=4).arguments()
-    slopes = jnp.array([-(8 / 4) * (1 - layer / 6) * h for h in range(4)], jnp.float32)
+def test_lightning_attn(layer, dtype, tolerance):
+    arguments = Case("none", H=4, dtype=dtype).arguments()
+    slopes = jnp.array([-(8 / 4) * (1 - layer / 6) * h for h in range(4)])
     expected = linrec.recurrent(**arguments, g_gamma=slopes)
     actual = linrec.lightning_attn(
         arguments.pop("query"), arguments.pop("key"), arguments.pop("value"), layer, 6, **arguments
     )
     for a, e in zip(actual, expected, strict=True):
-        assert relative_error(a, e) < 1e-6
+        assert relative_error(a, e) < tolerance

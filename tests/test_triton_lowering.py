@@ -139,12 +139,12 @@ def test_without_jax_triton_it_says_what_to_install(monkeypatch):
     from linrec._triton import call
 
     monkeypatch.setitem(sys.modules, "jax_triton", None)
-    call._jax_triton.cache_clear()
+    call.jax_triton.cache_clear()
     jax.clear_caches()  # other tests may have traced the same call
     x = jnp.ones((4, 1, 2), jnp.float32)
     with pytest.raises(ImportError, match=r"linrec\[cuda12\]"):
         linrec.recurrent(x, x, x, method=METHOD)
-    call._jax_triton.cache_clear()
+    call.jax_triton.cache_clear()
 
 
 def test_kernels_are_imported_when_they_run():

@@ -1,9 +1,10 @@
-"""The one place where arguments are checked and defaults are filled in.
+"""The one place where arguments of the recurrence are checked and defaults are filled in.
 
 `canonicalise` turns what the caller wrote into `Inputs`, the only problem a method sees:
 batched, with a state, with at most one gate of each kind.
 """
 
+import dataclasses
 import numbers
 import operator
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 
 # What has a `seq` axis: `q`, `k`, `v`, `g`, `gk`, `gv`.
@@ -45,6 +46,11 @@ class Inputs(eqx.Module):
     reverse: bool = eqx.field(static=True)
 
     @property
+    def rows(self) -> "Inputs":
+        """All that has the batch axis first."""
+        return dataclasses.replace(self, cu_seqlens=None)
+
+    @property
     def tokens(self) -> Tokens:
         return self.q, self.k, self.v, self.g, self.gk, self.gv
 
@@ -70,6 +76,9 @@ class Inputs(eqx.Module):
     def zeros(self, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
         """Zeros that vary over the mesh axes that the inputs vary over (see `vary_alike`)."""
         return vary_alike((jnp.zeros(shape, dtype), self.q))[0]
+
+    def zeros_like(self, tree: PyTree[Array]) -> PyTree[Array]:
+        return jax.tree.map(lambda x: self.zeros(x.shape, x.dtype), tree)
 
 
 class Layout(NamedTuple):
@@ -101,6 +110,12 @@ def count(argument: str, number: Any, least: int = 1) -> int:
     return integer
 
 
+def positive(argument: str, number: Any) -> float:
+    if not isinstance(number, numbers.Real) or not float(number) > 0:
+        raise ValueError(f"{argument} expects a number above 0, but got {number!r}.")
+    return float(number)
+
+
 def canonicalise(
     name: str,
     query: Any,
@@ -116,10 +131,12 @@ def canonicalise(
     cu_seqlens: Any = None,
     state_argument: str = "initial_state",
     one_token: bool = False,
+    known_boundaries: bool = False,
 ) -> tuple[Inputs, Layout]:
     """Checks everything, once. `name` is the function the caller called, for the errors.
 
-    With `one_token` the arrays have no `seq` axis.
+    With `one_token` the arrays have no `seq` axis. With `known_boundaries`, `cu_seqlens` is what
+    `check_boundaries` has returned.
     """
 
     def fail(
@@ -189,7 +206,8 @@ def canonicalise(
                 f"expects one packed sequence axis, but `query` has shape {query.shape}. "
                 "Concatenate the sequences along `seq` (batch 1), or drop `cu_seqlens`.",
             )
-        cu_seqlens = check_boundaries(name, cu_seqlens, T)
+        if not known_boundaries:
+            cu_seqlens = check_boundaries(name, cu_seqlens, T)
         N = cu_seqlens.shape[0] - 1
 
     compute_dtype = jnp.float64 if jnp.float64 in (query.dtype, key.dtype, value.dtype) else None
@@ -297,11 +315,11 @@ def check_boundaries(name: str, cu_seqlens: Any, T: int) -> Array:
     cu_seqlens = cu_seqlens.astype(jnp.int32)
     if jax.sharding.get_abstract_mesh().manual_axes:
         return cu_seqlens
-    problems = (
-        (cu_seqlens[0] != 0, "has to start at 0"),
-        (jnp.any(jnp.diff(cu_seqlens) < 0), "must not decrease"),
-        (cu_seqlens[-1] > T, f"passes the end of the sequence axis, which has {T} tokens"),
-    )
-    for wrong, problem in problems:
-        cu_seqlens = eqx.error_if(cu_seqlens, wrong, f"{argument} {problem}.")
-    return cu_seqlens
+    problems = {
+        "has to start at 0": cu_seqlens[0] != 0,
+        "must not decrease": jnp.any(jnp.diff(cu_seqlens) < 0),
+        f"passes the end of the sequence axis, which has {T} tokens": cu_seqlens[-1] > T,
+    }
+    wrong = jnp.stack(list(problems.values()))
+    messages = [f"{argument} {problem}." for problem in problems]
+    return eqx.branched_error_if(cu_seqlens, jnp.any(wrong), jnp.argmax(wrong), messages)

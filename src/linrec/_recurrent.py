@@ -2,6 +2,7 @@ from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
@@ -95,40 +96,22 @@ def recurrent(
     `NotImplementedError` if `method` cannot run them. Values of `cu_seqlens` are checked when the
     program runs, with `equinox.error_if`.
     """
-    method = choose_method("linrec.recurrent", method, chunk_size)
-    inputs, layout = canonicalise(
+    return run_recurrence(
         "linrec.recurrent",
         query,
         key,
         value,
-        g,
-        g_gamma,
-        gk,
-        gv,
-        softmax_scale,
-        initial_state,
-        reverse,
-        cu_seqlens,
+        g=g,
+        g_gamma=g_gamma,
+        gk=gk,
+        gv=gv,
+        softmax_scale=softmax_scale,
+        initial_state=initial_state,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        chunk_size=chunk_size,
+        method=method,
     )
-    problem = method.unsupported(inputs)
-    if problem is not None:
-        raise NotImplementedError(f"`linrec.recurrent(..., method={method})`: {problem}")
-    if not method.has_forward_mode:
-        inputs = reverse_mode_only(
-            inputs,
-            f"`linrec.recurrent(..., method={method})` has no forward-mode derivatives (`jax.jvp`, "
-            "`jax.jacfwd`). `method=linrec.Scan()` has them.",
-        )
-
-    def specs(batch, seq, heads):
-        return PartitionSpec(batch, seq, heads), PartitionSpec(batch, None, heads)
-
-    return layout.restore(*in_auto_axes(partial(_run, method), inputs, specs))
-
-
-@compiled
-def _run(method: AbstractMethod, inputs: Inputs) -> tuple[Array, Array]:
-    return method(inputs)
 
 
 def recurrent_gla(
@@ -152,7 +135,8 @@ def recurrent_gla(
 
     **Arguments** and **returns:** as [`linrec.recurrent`][].
     """
-    return recurrent(
+    return run_recurrence(
+        "linrec.recurrent_gla",
         query,
         key,
         value,
@@ -190,7 +174,8 @@ def lightning_attn(
     what is **returned**, are as in [`linrec.recurrent`][].
     """
     heads = jnp.shape(query)[-2] if jnp.ndim(query) >= 2 else 1
-    return recurrent(
+    return run_recurrence(
+        "linrec.lightning_attn",
         query,
         key,
         value,
@@ -218,8 +203,40 @@ def lightning_decay(num_heads: int, layer_idx: int, num_layers: int) -> Float[Ar
             f"`layer_idx` expects a layer counted from 0, below `num_layers` ({num_layers}), but "
             f"got {layer_idx}."
         )
-    heads = jnp.arange(num_heads, dtype=jnp.float32)
-    return -(8 / num_heads) * (1 - layer_idx / num_layers) * heads
+    # In the digits of Python, of which as many are kept as JAX keeps.
+    return jnp.asarray(-(8 / num_heads) * (1 - layer_idx / num_layers) * np.arange(num_heads))
+
+
+def run_recurrence(
+    name: str, *tokens: Any, chunk_size: Any, method: Any, **options: Any
+) -> tuple[Array, Array]:
+    """What all of these functions do, and the recurrences of layers.
+
+    `name` is what was called, for the errors; the options are those of `canonicalise`.
+    """
+    method = choose_method(name, method, chunk_size)
+    inputs, layout = canonicalise(name, *tokens, **options)
+    problem = method.unsupported(inputs)
+    if problem is not None:
+        raise NotImplementedError(f"`{name}(..., method={method})`: {problem}")
+    if not method.has_forward_mode:
+        inputs = reverse_mode_only(
+            inputs,
+            f"`{name}(..., method={method})` has no forward-mode derivatives (`jax.jvp`, "
+            "`jax.jacfwd`). `method=linrec.Scan()` has them.",
+        )
+
+    def specs(batch, seq, heads):
+        return PartitionSpec(batch, seq, heads), PartitionSpec(batch, None, heads)
+
+    return layout.restore(*in_auto_axes(partial(_run, method), inputs, specs))
+
+
+@compiled
+def _run(method: AbstractMethod, inputs: Inputs) -> tuple[Array, Array]:
+    if 0 in inputs.q.shape or 0 in inputs.output_shape:
+        return inputs.zeros(inputs.output_shape, inputs.v.dtype), inputs.initial_state
+    return method(inputs)
 
 
 def choose_method(name: str, method: Any, chunk_size: Any) -> AbstractMethod:
@@ -227,4 +244,6 @@ def choose_method(name: str, method: Any, chunk_size: Any) -> AbstractMethod:
     if method is None:
         method = Auto()
     expect_method(f"{name}(..., method=...)", method)
-    return method if chunk_size is None else method.in_pieces(chunk_size)
+    if chunk_size is None:
+        return method
+    return method.in_pieces(count(f"`{name}(..., chunk_size=...)`", chunk_size))

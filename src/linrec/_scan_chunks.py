@@ -108,7 +108,9 @@ def _scan(run, size, carry, xs):
     """Scans `run` over pieces of `size` tokens and joins what comes out."""
     cut = lambda x: x.reshape(x.shape[0] // size, size, *x.shape[1:])
     carry, ys = jax.lax.scan(run, carry, jax.tree.map(cut, xs))
-    merge = lambda y: jnp.sum(y, axis=0) if y.ndim == 1 else y.reshape(-1, *y.shape[2:])
+    merge = lambda y: (
+        jnp.sum(y, axis=0, dtype=y.dtype) if y.ndim == 1 else y.reshape(-1, *y.shape[2:])
+    )
     return carry, jax.tree.map(merge, ys)
 
 

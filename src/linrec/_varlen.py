@@ -1,4 +1,4 @@
-"""Where the chunks of sequences lie, and how to read and write them in place."""
+"""Where parts of sequences lie, and how to read and write them in place."""
 
 from typing import NamedTuple
 
@@ -96,6 +96,11 @@ def plan_pieces(T: int, size: int, reverse: bool) -> Windows:
     end = end if reverse else end[::-1]
     begin = jnp.maximum(end - size, 0)
     return Windows(begin, begin, end, size, T % size == 0)
+
+
+def is_token(cu_seqlens: Int[Array, " boundaries"], T: int) -> Bool[Array, " seq"]:
+    """Which places of the axis are tokens of sequences: the others are padding."""
+    return jnp.arange(T, dtype=jnp.int32) < cu_seqlens[-1]
 
 
 def sequence_of_token(cu_seqlens: Int[Array, " boundaries"] | None, T: int) -> Int[Array, " seq"]:

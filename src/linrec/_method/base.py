@@ -2,19 +2,17 @@ import abc
 from typing import Any
 
 import equinox as eqx
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from .._inputs import Inputs
-from .._types import CuSeqlens
 
 
 def expect_method(argument: str, method: Any) -> None:
     if not isinstance(method, AbstractMethod):
         hint = f" Did you mean `linrec.{method.__name__}()`?" if isinstance(method, type) else ""
         raise ValueError(
-            f"`{argument}` expects one of `linrec.Auto()`, `linrec.Scan()`, `linrec.Chunked()`, "
-            "`linrec.Triton()`, `linrec.Segmented(...)`, `linrec.SequenceParallel(...)`, but got "
-            f"{method!r}.{hint}"
+            f"`{argument}` expects a method, an instance of `linrec.AbstractMethod` such as "
+            f"`linrec.Auto()` or `linrec.Scan()`, but got {method!r}.{hint}"
         )
 
 
@@ -67,7 +65,7 @@ class AbstractMethod(eqx.Module):
         return Segmented(chunk_size, self)
 
     def run_layer(
-        self, layer: Any, x: Array, state: PyTree, cu_seqlens: CuSeqlens | None
+        self, layer: Any, x: Array, state: PyTree, cu_seqlens: Int[Array, " boundaries"] | None
     ) -> tuple[Array, PyTree]:
         """`layer.run` with this method for the recurrences of the layer."""
         from ..nn._timeline import sequence_timeline  # layers are built on methods

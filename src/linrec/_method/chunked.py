@@ -1,6 +1,5 @@
 """The chunk form in XLA: matrix products inside chunks, a state from one chunk to the next."""
 
-import dataclasses
 import math
 import operator
 from functools import partial
@@ -33,8 +32,9 @@ class Chunked(AbstractMethod):
     """Matrix products inside chunks of `block` tokens, a state from each chunk to the next.
 
     Runs wherever XLA does. The states between chunks are the only ones that are kept for the
-    backward pass. Gates of any size are exact: chunks whose per-channel gates are too strong for
-    the fast form take a slower one, which is decided at run time.
+    backward pass. Decays of any size are exact: chunks whose per-channel gates are too strong for
+    the fast form take a slower one, which is decided at run time. Growth has to stay below $e^{87}$
+    from the start of a chunk to its end; a smaller `block` makes that less.
 
     Has reverse-mode derivatives of every order. For forward mode use [`linrec.Scan`][].
 
@@ -52,10 +52,7 @@ class Chunked(AbstractMethod):
             )
 
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
-        if 0 in inputs.q.shape or 0 in inputs.output_shape:
-            return inputs.zeros(inputs.output_shape, inputs.v.dtype), inputs.initial_state
-        rows = dataclasses.replace(inputs, cu_seqlens=None)
-        return _run(self.block, rows, inputs.cu_seqlens)
+        return _run(self.block, inputs.rows, inputs.cu_seqlens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -142,10 +139,9 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
             table = _put(table, jnp.where(kept, before[:, :1], _at(table, n)[:, None]), n)
         return d_tokens, d_gamma, d_scale + d_scale_n, d_table, table
 
-    zeros_like = partial(jax.tree.map, lambda x: rows.zeros(x.shape, x.dtype))
     # Gradients of gates per channel are the only ones to use it.
     table = None if rows.gk is None and rows.gv is None else final_state
-    carry = (*zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final, table)
+    carry = (*rows.zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final, table)
     return rows.gradient(*jax.lax.fori_loop(0, steps, body, carry)[:-1])
 
 

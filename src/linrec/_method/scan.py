@@ -6,7 +6,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .._inputs import canonicalise, Inputs
-from .._transform import in_auto_axes
+from .._transform import compiled, in_auto_axes
 from .._types import AnyArray, FinalState, FixedGate, Scale, State
 from .._varlen import sequence_of_token
 from ._gates import balanced
@@ -99,15 +99,20 @@ def step(
         state_argument="state",
         one_token=True,
     )
-    run = elsewhere = partial(_one_token, layout.batched)
-    on_gpu = Auto().select(inputs, "gpu")
-    if isinstance(on_gpu, Triton):
-        run = partial(by_platform, partial(_decode, on_gpu, layout.batched), elsewhere)
 
     def specs(batch, _, heads):
         return PartitionSpec(batch, heads) if layout.batched else PartitionSpec(heads)
 
-    return in_auto_axes(run, inputs, specs)
+    return in_auto_axes(partial(_run_token, layout.batched), inputs, specs)
+
+
+@compiled
+def _run_token(batched: bool, inputs: Inputs) -> tuple[Array, Array]:
+    elsewhere = partial(_one_token, batched)
+    on_gpu = Auto().select(inputs, "gpu")
+    if not isinstance(on_gpu, Triton):
+        return elsewhere(inputs)
+    return by_platform(partial(_decode, on_gpu, batched), elsewhere, inputs)
 
 
 def _one_token(batched: bool, inputs: Inputs) -> tuple[Array, Array]:

@@ -1,6 +1,5 @@
 """Bounded memory: another method on one piece of the sequence axis after the other."""
 
-import dataclasses
 from functools import partial
 from typing import NamedTuple
 
@@ -31,7 +30,9 @@ class Segmented(AbstractMethod):
     - `method`: runs the pieces. Defaults to [`linrec.Auto`][].
     """
 
-    chunk_size: int = eqx.field(static=True, converter=partial(count, "`chunk_size`"))
+    chunk_size: int = eqx.field(
+        static=True, converter=partial(count, "`linrec.Segmented(chunk_size)`")
+    )
     method: AbstractMethod = Auto()
 
     def __check_init__(self):
@@ -43,8 +44,7 @@ class Segmented(AbstractMethod):
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         if self.chunk_size >= inputs.q.shape[1]:
             return self.method(inputs)
-        rows = dataclasses.replace(inputs, cu_seqlens=None)
-        return _run(self, rows, inputs.cu_seqlens)
+        return _run(self, inputs.rows, inputs.cu_seqlens)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -98,8 +98,7 @@ def _run_backward(segmented, residuals, cotangents):
         d_gamma = None if d_gamma is None else d_gamma + d_gamma_c
         return d_tokens, d_gamma, d_scale + d_scale_c, d_table
 
-    zeros_like = partial(jax.tree.map, lambda x: rows.zeros(x.shape, x.dtype))
-    carry = (*zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final)
+    carry = (*rows.zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final)
     return rows.gradient(*jax.lax.fori_loop(0, last + 1, body, carry)), None
 
 

@@ -12,7 +12,6 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Int
 
 from .._inputs import Inputs, Tokens
-from .._types import CuSeqlens
 from .._varlen import boundaries, Piece
 from ._crossing import add_incoming, as_map
 from ._exchange import incoming, Ring
@@ -36,8 +35,8 @@ class SequenceParallel(AbstractMethod):
     under way, from nothing. What is exchanged does not depend on the number of tokens. The backward
     pass has one exchange more, the other way; `jax.checkpoint` does not repeat the first.
 
-    Gates may be of any size, as everywhere. With gates of key and of value channels at once, no
-    state may grow over a shard by more than $e^{170}$, even one that is zero and stays so.
+    Gates may be of any size, as everywhere, but no state may grow over a shard by more than
+    $e^{87}$, even one that is zero and stays so.
 
     !!! example
 
@@ -79,6 +78,11 @@ class SequenceParallel(AbstractMethod):
 
     def __check_init__(self):
         expect_method("linrec.SequenceParallel(method, ...)", self.method)
+        if not isinstance(self.mesh, Mesh | AbstractMesh):
+            raise ValueError(
+                "`linrec.SequenceParallel(method, mesh, ...)` expects a mesh, but got "
+                f"{self.mesh!r}."
+            )
         axes = (self.axis,), _names(self.batch_axis), _names(self.head_axis)
         for argument, names in zip(("axis", "batch_axis", "head_axis"), axes, strict=True):
             if not set(names) <= set(self.mesh.axis_names):
@@ -86,6 +90,12 @@ class SequenceParallel(AbstractMethod):
                     f"`linrec.SequenceParallel(..., {argument}={getattr(self, argument)!r})` "
                     f"expects an axis of the mesh, which has {self.mesh.axis_names}."
                 )
+        used = [name for names in axes for name in names]
+        if len(set(used)) < len(used):
+            raise ValueError(
+                "`linrec.SequenceParallel(..., axis, batch_axis, head_axis)` expects different "
+                f"axes of the mesh, but got {used}."
+            )
         if self.exchange not in ("all_gather", "log_step", None):
             raise ValueError(
                 "`linrec.SequenceParallel(..., exchange=...)` expects 'all_gather' or 'log_step', "
@@ -120,8 +130,6 @@ class SequenceParallel(AbstractMethod):
 
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
         T = inputs.q.shape[1]
-        if T == 0:
-            return inputs.zeros(inputs.output_shape, inputs.v.dtype), inputs.initial_state
         self._check_sizes(inputs)
         cut = Cut.of(self, T, inputs.cu_seqlens)
         of_tokens = PartitionSpec(self.batch_axis, self.axis, self.head_axis)
@@ -182,10 +190,10 @@ class Cut(NamedTuple):
     """Whether a shard may hold anything but one whole piece of one sequence."""
 
     @staticmethod
-    def of(parallel: SequenceParallel, T: int, cu_seqlens: CuSeqlens | None) -> "Cut":
+    def of(parallel: SequenceParallel, T: int, cu_seqlens: Array | None) -> "Cut":
         size = -(-T // parallel.shards)
         ragged = cu_seqlens is not None or T % parallel.shards != 0
-        bounds = boundaries(None if cu_seqlens is None else jnp.asarray(cu_seqlens, jnp.int32), T)
+        bounds = boundaries(cu_seqlens, T)
         return Cut(parallel.axis, parallel.shards, T, size, bounds, ragged)
 
     def pad(self, x: Array, axis: int) -> Array:

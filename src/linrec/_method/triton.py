@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from .._inputs import Inputs, vary_alike
 from .._transform import fold_vmap
-from .._triton.call import is_available
+from .._triton.call import jax_triton
 from .._triton.config import KernelConfig, Launch, MAX_DECODE_KEY
 from .base import AbstractMethod
 from .chunked import Chunked
@@ -59,7 +59,7 @@ class Triton(AbstractMethod):
 
     def unsupported(self, inputs: Inputs) -> str | None:
         allowed = (jnp.float32, jnp.bfloat16, jnp.float16)
-        for x in jax.tree.leaves(dataclasses.replace(inputs, cu_seqlens=None)):
+        for x in jax.tree.leaves(inputs.rows):
             if x.dtype not in allowed:
                 return (
                     f"the kernels compute in float32, and an input is {x.dtype}. Cast the inputs "
@@ -68,10 +68,7 @@ class Triton(AbstractMethod):
         return None
 
     def __call__(self, inputs: Inputs) -> tuple[Array, Array]:
-        if 0 in inputs.q.shape or 0 in inputs.output_shape:
-            return inputs.zeros(inputs.output_shape, inputs.v.dtype), inputs.initial_state
-        rows = dataclasses.replace(inputs, cu_seqlens=None)
-        cu_seqlens = inputs.cu_seqlens
+        rows, cu_seqlens = inputs.rows, inputs.cu_seqlens
         if cu_seqlens is not None:  # one of each row's own, so that it can be mapped over
             shape = (inputs.q.shape[0], *cu_seqlens.shape)
             cu_seqlens = jnp.broadcast_to(cu_seqlens, shape)
@@ -84,18 +81,15 @@ class Triton(AbstractMethod):
         return _decode_as(self._launch(), in_xla, inputs)
 
     def _launch(self) -> Launch:
-        if not is_available():
-            raise ImportError(
-                "`linrec.Triton` needs triton and jax-triton, which cannot be imported. Install "
-                'them with `pip install "linrec[cuda12]"`, or use `linrec.Auto()`.'
-            )
+        jax_triton()
         capability = self.compute_capability or _compute_capability()
         return Launch(self.config, self.input_precision, capability, self.interpret)
 
 
 def _compute_capability() -> int:
-    device = jax.devices()[0]
-    if device.platform != "gpu" or not hasattr(device, "compute_capability"):
+    try:
+        device = jax.devices("gpu")[0]
+    except RuntimeError:
         return _COMPUTE_CAPABILITY
     # Of an AMD GPU this is a name; its kernels are compiled for the device that there is.
     capability = str(device.compute_capability).replace(".", "")

@@ -1,4 +1,4 @@
-"""The kernels. Imported only when a Triton method runs.
+"""The kernels, which are imported when a Triton method runs, and what calls them.
 
 Their notation: `i_` index of a program or a loop, `o_` offsets, `p_` pointers, `b_` blocks of
 values, `m_` masks; `BT BK BV BC BO` sizes of blocks.

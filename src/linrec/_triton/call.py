@@ -73,7 +73,7 @@ def call(
             name, kernel, arguments, sizes, out_shape, grid, aliases, constants
         )
     else:
-        results = _jax_triton().triton_call(
+        results = jax_triton().triton_call(
             *arguments,
             *sizes,
             kernel=kernel,
@@ -90,7 +90,8 @@ def call(
 
 
 @functools.cache
-def _jax_triton() -> Any:
+def jax_triton() -> Any:
+    """The module, ready for use."""
     try:
         import jax_triton
         from jax_triton import triton_lib
@@ -127,7 +128,7 @@ def _jax_triton() -> Any:
 def is_available() -> bool:
     """Whether kernels can be called, on a GPU or for one."""
     try:
-        _jax_triton()
+        jax_triton()
     except ImportError:
         return False
     return True

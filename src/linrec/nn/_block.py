@@ -78,6 +78,10 @@ class Block(AbstractLayer):
         - `dtype`, `init`, `key`: as in [`linrec.nn.GatedLinearAttention`][], for the MLP; `dtype`
             is that of the norms too.
         """
+        if not isinstance(mixer, AbstractMixer):
+            raise TypeError(
+                f"`Block(mixer)` expects a mixer, an `AbstractMixer`, but got {type(mixer)}."
+            )
         if mlp_size is None:
             mlp_size = -(-8 * mixer.size // (3 * 64)) * 64
         norm = lambda: eqx.nn.RMSNorm(mixer.size, use_bias=False, dtype=dtype)

@@ -1,11 +1,14 @@
 """Feature maps of linear attention: from the channels of one head to its features."""
 
+from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from .._inputs import count
 
 
 def identity(x: Float[Array, " key"]) -> Float[Array, " key"]:
@@ -33,7 +36,7 @@ class DPFP(eqx.Module):
     **Arguments:** `nu`, which defaults to 1.
     """
 
-    nu: int = eqx.field(static=True, default=1)
+    nu: int = eqx.field(static=True, default=1, converter=partial(count, "`DPFP(nu)`"))
 
     def __call__(self, x: Float[Array, " key"]) -> Float[Array, " feature"]:
         r = jax.nn.relu(jnp.concatenate([x, -x]))
@@ -53,7 +56,7 @@ class Hedgehog(eqx.Module):
     weight: Float[Array, "key key"]
 
     def __init__(self, key_size: int, *, dtype: Any = None):
-        self.weight = jnp.eye(key_size, dtype=dtype)
+        self.weight = jnp.eye(count("`Hedgehog(key_size)`", key_size), dtype=dtype)
 
     def __call__(self, x: Float[Array, " key"]) -> Float[Array, " feature"]:
         projected = self.weight.astype(x.dtype) @ x

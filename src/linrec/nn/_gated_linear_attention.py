@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._inputs import count, positive
 from ._layer import AbstractMixer
 from ._linear import apply_linear, Init, make_linear
 from ._output import Output
@@ -85,6 +86,7 @@ class GatedLinearAttention(AbstractMixer):
         self.qkv = QueryKeyValue(
             size, num_heads, num_kv_heads, K, V, conv_size, key=qkv_key, **options
         )
+        gate_rank = count("`gate_rank`", gate_rank)
         self.gate_down = make_linear(size, gate_rank, key=down_key, **options)
         self.gate_up = make_linear(gate_rank, num_heads * K, use_bias=True, key=up_key, **options)
         self.output = Output(
@@ -98,7 +100,7 @@ class GatedLinearAttention(AbstractMixer):
         )
         self.state = self.qkv.zero_state()
         self.size = size
-        self.gate_temperature = gate_temperature
+        self.gate_temperature = positive("`gate_temperature`", gate_temperature)
         self.trainable_state = trainable_state
 
     def run(

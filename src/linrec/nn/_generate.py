@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import equinox as eqx
@@ -63,6 +64,11 @@ def generate(
     **Returns:** `(tokens, state)`. What follows a stop token is filled up with it. The state has
     seen everything but the last token.
     """
+    if not isinstance(model, AbstractLayer):
+        raise TypeError(
+            "`linrec.nn.generate(model, ...)` expects a layer from tokens to logits, but got "
+            f"{type(model)}."
+        )
     prompt = jnp.asarray(prompt)
     if prompt.ndim != 1 or prompt.shape[0] == 0:
         raise ValueError(
@@ -77,14 +83,15 @@ def generate(
     if stop is not None and jnp.asarray(stop).ndim != 0:
         raise ValueError(f"`linrec.nn.generate(..., stop=...)` expects one token, but got {stop}.")
     max_tokens = count("`linrec.nn.generate(..., max_tokens=...)`", max_tokens, least=0)
-    if isinstance(temperature, int | float) and not temperature >= 0:
+    # Arrays go unchecked: their values may be on a device, or not known yet.
+    if isinstance(temperature, Real) and not temperature >= 0:
         raise ValueError(
             "`linrec.nn.generate(..., temperature=...)` must not be negative, but is "
             f"{temperature}."
         )
-    if isinstance(top_k, int) and top_k < 1:
+    if isinstance(top_k, Real) and not top_k >= 1:
         raise ValueError(f"`linrec.nn.generate(..., top_k=...)` expects 1 or more, but is {top_k}.")
-    if isinstance(top_p, int | float) and not 0 < top_p <= 1:
+    if isinstance(top_p, Real) and not 0 < top_p <= 1:
         raise ValueError(
             "`linrec.nn.generate(..., top_p=...)` expects a probability above 0, up to 1, but is "
             f"{top_p}."

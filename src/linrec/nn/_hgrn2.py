@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._layer import AbstractMixer
 from ._linear import Init
 from ._output import Output
-from ._precision import wide
+from ._precision import wide, wide_dtype
 from ._projection import count_heads, head_size, QueryKeyValue
 from ._state import RecurrentState
 from ._timeline import AbstractTimeline
@@ -82,7 +82,7 @@ class HGRN2(AbstractMixer):
             key=output_key,
             **options,
         )
-        self.lower_bound = jnp.asarray(lower_bound, jnp.float32)
+        self.lower_bound = jnp.asarray(lower_bound, wide_dtype(self.qkv.dtype))
         self.state = self.qkv.zero_state()
         self.size = size
         self.trainable_state = trainable_state

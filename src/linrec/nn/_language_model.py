@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 from .._inputs import count
 from .._method.base import AbstractMethod
 from .._types import CuSeqlens
+from .._varlen import is_token
 from ._block import Block
 from ._layer import AbstractLayer, AbstractMixer
 from ._linear import Init, make_linear
@@ -46,6 +47,7 @@ class LanguageModel(AbstractLayer):
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear | None
     """`None` if the head is tied to the embedding."""
+    checkpoint: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class LanguageModel(AbstractLayer):
         *,
         mlp_size: int | None = None,
         tie_head: bool = True,
+        checkpoint: bool = False,
         dtype: Any = None,
         init: Init | None = None,
         key: PRNGKeyArray,
@@ -66,10 +69,17 @@ class LanguageModel(AbstractLayer):
         - `vocab_size`: how many different tokens.
         - `mlp_size`: as in [`linrec.nn.Block`][].
         - `tie_head`: whether the head is the embedding, transposed.
+        - `checkpoint`: whether the backward pass computes every block again from its input, instead
+            of keeping what is inside: less memory, for one forward pass more.
         - `dtype`: of all parameters but those of the mixers.
         - `init`: as in [`linrec.nn.GatedLinearAttention`][], for the MLPs and the head.
         - `key`: for everything, the mixers included.
         """
+        if isinstance(make_mixer, AbstractLayer):
+            raise TypeError(
+                "`LanguageModel(make_mixer, ...)` expects a function that makes a mixer for each "
+                f"layer, but got a layer, {type(make_mixer).__name__}."
+            )
         num_layers = count("`LanguageModel(..., num_layers=...)`", num_layers)
         vocab_size = count("`LanguageModel(..., vocab_size=...)`", vocab_size)
         embedding_key, head_key, *keys = jax.random.split(key, 2 + 2 * num_layers)
@@ -96,6 +106,7 @@ class LanguageModel(AbstractLayer):
         weight = jax.random.normal(embedding_key, (vocab_size, size), dtype) * size**-0.5
         self.embedding = eqx.nn.Embedding(weight=weight)
         self.norm = eqx.nn.RMSNorm(size, use_bias=False, dtype=dtype)
+        self.checkpoint = checkpoint
         self.head = (
             None
             if tie_head
@@ -118,11 +129,18 @@ class LanguageModel(AbstractLayer):
     ) -> tuple[Float[Array, "seq vocab"], tuple[PyTree, ...]]:
         arrays, static = eqx.partition(self.pattern, eqx.is_array)
 
+        def run_block(block, x, state):
+            return block.run(x, state, time)
+
+        if self.checkpoint:
+            # In a loop, common subexpressions cannot undo it: no need to guard against it.
+            run_block = eqx.filter_checkpoint(run_block, prevent_cse=False)
+
         def repetition(x, pattern_and_states):
             arrays, states = pattern_and_states
             new_states = []
             for block, state in zip(eqx.combine(arrays, static), states, strict=True):
-                x, state = block.run(x, state, time)
+                x, state = run_block(block, x, state)
                 new_states.append(state)
             return x, tuple(new_states)
 
@@ -154,7 +172,7 @@ class LanguageModel(AbstractLayer):
 
         **Arguments:** `targets` are what `tokens` should predict: most often the tokens one place
         further on. Negative ones, and those of padding after the last of packed sequences, do not
-        count. The others are as in `__call__`.
+        count; one outside of the vocabulary makes the loss NaN. The others are as in `__call__`.
 
         **Returns:** `(loss, state)`.
         """
@@ -174,7 +192,7 @@ class LanguageModel(AbstractLayer):
         )
         counts = targets >= 0
         if cu_seqlens is not None:
-            counts &= jnp.arange(targets.shape[0], dtype=jnp.int32) < cu_seqlens[-1]
+            counts &= is_token(jnp.asarray(cu_seqlens, jnp.int32), targets.shape[0])
         known = jnp.where(counts, targets, 0)
         predicted = jnp.take_along_axis(logits, known[:, None], axis=-1)[:, 0]
         losses = jax.nn.logsumexp(logits, axis=-1) - predicted

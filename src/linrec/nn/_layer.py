@@ -13,6 +13,7 @@ from .._method.base import AbstractMethod
 from .._recurrent import choose_method
 from .._transform import compiled
 from .._types import CuSeqlens
+from .._varlen import is_token
 from ._precision import wide
 from ._state import RecurrentState, repeat_state
 from ._timeline import AbstractTimeline, token_timeline
@@ -151,16 +152,23 @@ class AbstractMixer(AbstractLayer):
         return (self.size,)
 
     def initial_state(self) -> PyTree:
+        is_recurrent = lambda x: isinstance(x, RecurrentState)
+
+        def widen(x):
+            return RecurrentState(wide(x.hidden), x.conv, x.position) if is_recurrent(x) else x
+
         state = self.state if self.trainable_state else jax.lax.stop_gradient(self.state)
-        if isinstance(state, RecurrentState):
-            # Whoever casts a model to half precision casts the state that it holds too.
-            state = RecurrentState(wide(state.hidden), state.conv, state.position)
+        # Whoever casts a model to half precision casts the state that it holds too.
+        state = jax.tree.map(widen, state, is_leaf=is_recurrent)
         # A copy, so that whoever donates it does not take it from the layer.
         return jax.tree.map(jnp.copy, state)
 
 
 @compiled
 def _run(method: AbstractMethod, layer: AbstractLayer, x: Array, state: PyTree, cu_seqlens):
+    if cu_seqlens is not None and eqx.is_inexact_array(x):
+        # Padding may hold anything, but gradients of parameters multiply it by zeros.
+        x = jnp.where(is_token(cu_seqlens, x.shape[0])[:, None], x, jnp.zeros_like(x))
     return method.run_layer(layer, x, state, cu_seqlens)
 
 
@@ -173,7 +181,7 @@ def _run_token(layer: AbstractLayer, x: Array, state: PyTree):
 def _check_input(layer: AbstractLayer, call: str, x: Any, axes: tuple[str, ...]) -> Array:
     x, channels = jnp.asarray(x), layer.token_shape
     if x.ndim != len(axes + channels) or x.shape[len(axes) :] != channels:
-        expected = ", ".join(axes + tuple(map(str, channels)))
+        expected = ", ".join(axes + tuple(map(str, channels))) + "," * (len(axes + channels) == 1)
         raise ValueError(
             f"`{type(layer).__name__}{call}` expects `x` of shape ({expected}), but it has shape "
             f"{x.shape}. Layers are unbatched: for a batch, use `jax.vmap`."

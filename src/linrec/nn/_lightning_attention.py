@@ -10,6 +10,7 @@ from .._recurrent import lightning_decay
 from ._layer import AbstractMixer
 from ._linear import Init
 from ._output import Output
+from ._precision import wide_dtype
 from ._projection import head_size, QueryKeyValue
 from ._state import RecurrentState
 from ._timeline import AbstractTimeline
@@ -88,10 +89,10 @@ class LightningAttention(AbstractMixer):
             key=output_key,
             **options,
         )
-        self.decay = lightning_decay(num_heads, layer_idx, num_layers)
+        decay = lightning_decay(num_heads, layer_idx, num_layers)
         if slopes == "geometric":
-            depth = 1 - layer_idx / max(num_layers - 1, 1) + 1e-5
-            self.decay = jnp.asarray(-depth * _alibi_slopes(num_heads), jnp.float32)
+            decay = -(1 - layer_idx / max(num_layers - 1, 1) + 1e-5) * _alibi_slopes(num_heads)
+        self.decay = jnp.asarray(decay, wide_dtype(self.qkv.dtype))
         self.state = self.qkv.zero_state()
         self.size = size
         self.trainable_state = trainable_state

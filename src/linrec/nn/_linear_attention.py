@@ -99,9 +99,11 @@ class LinearAttention(AbstractMixer):
         q, k, v, conv = self.qkv(x, state.conv, time)
         q, k = jax.vmap(jax.vmap(self.query_map))(q), jax.vmap(jax.vmap(self.key_map))(k)
         if self.normalise:
+            if v.dtype == jnp.float16:  # whose range is too narrow for sums over all tokens
+                v = wide(v)
             v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
         o, hidden = time.recurrent(q, k, v, state.hidden, softmax_scale=1.0)
         if self.normalise:
             o = wide(o)
-            o = (o[..., :-1] / (o[..., -1:] + 1e-6)).astype(v.dtype)
+            o = (o[..., :-1] / (o[..., -1:] + 1e-6)).astype(self.qkv.dtype)
         return self.output(o, x), RecurrentState(hidden, conv, time.end(state.position))

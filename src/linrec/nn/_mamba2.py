@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._inputs import count
+from .._inputs import count, positive
 from ._conv import ShortConvolution
 from ._layer import AbstractMixer
 from ._linear import apply_linear, Init, make_linear
@@ -93,7 +93,7 @@ class Mamba2(AbstractMixer):
         )
         self.conv = ShortConvolution(channels, conv_size, use_bias=True, dtype=dtype, key=conv_key)
         dtype = self.project.weight.dtype
-        low, high = map(math.log, dt_range)
+        low, high = (math.log(positive("`dt_range`", dt)) for dt in dt_range)
         dt = jnp.exp(jax.random.uniform(dt_key, (num_heads,), minval=low, maxval=high))
         self.dt_bias = jnp.log(jnp.expm1(dt)).astype(dtype)  # the inverse of softplus
         A = jax.random.uniform(A_key, (num_heads,), minval=1.0, maxval=16.0)

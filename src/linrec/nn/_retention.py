@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._inputs import positive
 from ._layer import AbstractMixer
 from ._linear import Init
 from ._output import Output
@@ -75,7 +76,7 @@ class Retention(AbstractMixer):
         )
         self.state = self.qkv.zero_state()
         self.size = size
-        self.rotary_base = rotary_base
+        self.rotary_base = positive("`rotary_base`", rotary_base)
         self.trainable_state = trainable_state
 
     def run(

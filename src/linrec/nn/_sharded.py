@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree, Shaped
 
 from .._method.sequence_parallel import Cut, OneShard, SequenceParallel
-from .._types import CuSeqlens
 from .._varlen import Piece
 from ._state import repeat_state
 from ._timeline import AbstractTimeline, Packed, sequence_timeline
@@ -24,7 +23,7 @@ def run_sharded(
     layer: Any,
     x: Shaped[Array, " seq *dim"],
     state: PyTree,
-    cu_seqlens: CuSeqlens | None,
+    cu_seqlens: Array | None,
     parallel: SequenceParallel,
 ) -> tuple[Array, PyTree]:
     """`layer.run(x, state, time)` on all devices."""

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._inputs import positive
 from ._layer import AbstractMixer
 from ._linear import apply_linear, Init, make_linear
 from ._output import Output
@@ -67,7 +68,7 @@ class SimpleGatedLinearAttention(AbstractMixer):
         )
         self.state = self.qkv.zero_state()
         self.size = size
-        self.gate_temperature = gate_temperature
+        self.gate_temperature = positive("`gate_temperature`", gate_temperature)
         self.trainable_state = trainable_state
 
     def run(

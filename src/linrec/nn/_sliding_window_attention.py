@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from .._inputs import count
+from .._inputs import count, positive
 from ._layer import AbstractMixer
 from ._linear import Init
 from ._output import Output
@@ -86,7 +86,7 @@ class SlidingWindowAttention(AbstractMixer):
         self.output = Output(size, num_heads, V, key=output_key, **options)
         self.size = size
         self.window = window
-        self.rotary_base = rotary_base
+        self.rotary_base = positive("`rotary_base`", rotary_base)
         self.trainable_state = False
         history = (window - 1, self.qkv.num_kv_heads)
         self.state = WindowState.zeros((*history, K), (*history, V), self.qkv.dtype)

@@ -17,8 +17,7 @@ from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from .._method.base import AbstractMethod
 from .._method.scan import step
-from .._recurrent import recurrent
-from .._types import CuSeqlens
+from .._recurrent import run_recurrence
 from .._varlen import sequence_of_token
 
 
@@ -129,14 +128,23 @@ class Packed(AbstractTimeline):
 
 
 def sequence_timeline(
-    length: int, cu_seqlens: CuSeqlens | None, method: AbstractMethod
+    length: int, cu_seqlens: Int[Array, " boundaries"] | None, method: AbstractMethod
 ) -> AbstractTimeline:
     def run(q, k, v, h, **gates):
-        return recurrent(q, k, v, initial_state=h, cu_seqlens=cu_seqlens, method=method, **gates)
+        return run_recurrence(
+            "time.recurrent",
+            q,
+            k,
+            v,
+            initial_state=h,
+            cu_seqlens=cu_seqlens,
+            known_boundaries=True,
+            chunk_size=None,
+            method=method,
+            **gates,
+        )
 
-    if cu_seqlens is None:
-        return Whole(run, length)
-    return Packed(run, length, jnp.asarray(cu_seqlens, jnp.int32))
+    return Whole(run, length) if cu_seqlens is None else Packed(run, length, cu_seqlens)
 
 
 def token_timeline() -> AbstractTimeline:

@@ -30,19 +30,18 @@ def trainable(tree: PyTree) -> PyTree[bool]:
     `equinox.partition` and `equinox.filter`, a mask for optax.
     """
 
-    def is_mixer(x):
-        return isinstance(x, AbstractMixer)
+    def is_part(x):
+        return isinstance(x, AbstractMixer) and x is not tree
 
-    def of_part(part):
-        mask = jax.tree.map(eqx.is_inexact_array, part)
-        if not is_mixer(part):
-            return mask
-        names = part.fixed if part.trainable_state else ("state", *part.fixed)
-        return eqx.tree_at(
-            lambda mixer: [getattr(mixer, name) for name in names],
-            mask,
-            replace_fn=lambda field: jax.tree.map(lambda _: False, field),
-            is_leaf=lambda x: x is None,
-        )
+    def of_part(x):
+        return trainable(x) if is_part(x) else eqx.is_inexact_array(x)
 
-    return jax.tree.map(of_part, tree, is_leaf=is_mixer)
+    mask = jax.tree.map(of_part, tree, is_leaf=is_part)
+    if not isinstance(tree, AbstractMixer):
+        return mask
+    names = tree.fixed if tree.trainable_state else ("state", *tree.fixed)
+    return eqx.tree_at(
+        lambda mixer: jax.tree.leaves([getattr(mixer, name) for name in names]),
+        mask,
+        replace_fn=lambda _: False,
+    )
