@@ -57,13 +57,11 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def in_registers(x: Float[Array, "*rows x"]) -> Float[Array, "*rows x"]:
-    """`x`, so that a CPU copies it by whole registers.
+    """`x`, so that a CPU copies it by whole registers, before it is transposed.
 
     Copies of rows of up to 64 numbers are unrolled by XLA, number by number. It does not unroll
     products, so here is one, with a 1 that it does not know.
     """
-    if x.shape[-1] > 64:
-        return x
     return x * jax.lax.optimization_barrier(jnp.ones((), x.dtype))
 
 

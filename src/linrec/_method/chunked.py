@@ -87,48 +87,35 @@ def _forward(block: int, keep_states: bool, all_parts: bool, rows: Inputs, cu_se
     kept = (B, len(walk.windows) * walk.chunks, H, K, V)
     states = rows.zeros(kept, rows.state_dtype) if keep_states else None
 
-    def body(c, carry):
+    def run_part(effect, c, carry):
         output, table, states = carry
         n = walk.parts.sequence[c]
-        chunks = walk.prepare(c, walk.load(rows.tokens, c), _at(rows.g_gamma, n), rows.scale)
-        o, h, before = walk.choose(_run_chunks, chunks, _at(table, n))
+        chunks = walk.prepare(c, *walk.load_part(rows, c))
+        o, h, before = _run_chunks(effect, chunks, _at(table, n))
         if keep_states:
             states = _put(states, in_registers(before), c * walk.chunks)
         return walk.store(output, o, c), _put(table, h[:, None], n), states
 
     output = rows.zeros(rows.output_shape, rows.v.dtype)
     carry = (output, rows.initial_state, states)
-    return jax.lax.fori_loop(0, walk.steps(all_parts), body, carry)
+    return walk.over_parts(run_part, carry, rows, all_parts)
 
 
 def _backward(block: int, all_parts: bool, rows, cu_seqlens):
     """Walks the parts back; tables hold the state each sequence has reached, and its gradient."""
     rows, states, final_state, d_output, d_final = rows
     walk = _Walk.plan(block, rows, cu_seqlens)
-    steps = walk.steps(all_parts)
 
-    def body(i, carry):
+    def pull_back_part(effect, c, carry):
         d_tokens, d_gamma, d_scale, d_table, table = carry
-        c = steps - 1 - i
         n = walk.parts.sequence[c]
-        chunks, unprepare = jax.vjp(
-            partial(walk.prepare, c),
-            walk.load(rows.tokens, c),
-            _at(rows.g_gamma, n),
-            rows.scale,
-        )
+        chunks, unprepare = jax.vjp(partial(walk.prepare, c), *walk.load_part(rows, c))
         before = in_registers(
             jax.lax.dynamic_slice_in_dim(states, c * walk.chunks, walk.chunks, axis=1)
         )
         d_o = in_registers(walk.mask(walk.load(d_output, c), c).astype(rows.state_dtype))
-        d_chunks, d_h = walk.choose(
-            _pull_back,
-            chunks,
-            before,
-            _at(table, n),
-            d_o,
-            _at(d_table, n),
-        )
+        h, d_h = _at((table, d_table), n)
+        d_chunks, d_h = _pull_back(effect, chunks, before, h, d_o, d_h)
         from_chunks, d_gamma_n, d_scale_n = unprepare(d_chunks)
         d_tokens = jax.tree.map(lambda all, new: walk.store(all, new, c), d_tokens, from_chunks)
         if d_gamma is not None:
@@ -136,13 +123,14 @@ def _backward(block: int, all_parts: bool, rows, cu_seqlens):
         d_table = _put(d_table, d_h[:, None], n)
         if table is not None:  # parts to spare have kept nothing
             kept = walk.dense | (c < walk.parts.used)
-            table = _put(table, jnp.where(kept, before[:, :1], _at(table, n)[:, None]), n)
+            table = _put(table, jnp.where(kept, before[:, :1], h[:, None]), n)
         return d_tokens, d_gamma, d_scale + d_scale_n, d_table, table
 
     # Gradients of gates per channel are the only ones to use it.
     table = None if rows.gk is None and rows.gv is None else final_state
     carry = (*rows.zeros_like((rows.tokens, rows.g_gamma, rows.scale)), d_final, table)
-    return rows.gradient(*jax.lax.fori_loop(0, steps, body, carry)[:-1])
+    carry = walk.over_parts(pull_back_part, carry, rows, all_parts, backwards=True)
+    return rows.gradient(*carry[:-1])
 
 
 def _run_chunks(effect, chunks: Chunks, h: Array) -> tuple[Array, Array, Array]:
@@ -234,8 +222,30 @@ class _Walk(NamedTuple):
     def windows(self) -> Windows:
         return self.parts.windows
 
-    def steps(self, all_parts: bool) -> int | Int[Array, ""]:
-        return len(self.windows) if self.dense or all_parts else self.parts.used
+    def over_parts(self, function, carry, rows: Inputs, all_parts: bool, backwards: bool = False):
+        """`function(effect, c, carry)` for one part `c` after the other, in time or back.
+
+        All of it is inside of a branch. What comes into one from outside, XLA copies.
+        """
+        steps = len(self.windows) if self.dense or all_parts else self.parts.used
+        ordinary = partial(function, effect_of_ordinary_gates)
+        any_gates = partial(function, effect_of_any_gates)
+        either = lambda c, carry: jax.lax.cond(is_ordinary[c], ordinary, any_gates, c, carry)
+        if rows.gk is None and rows.gv is None:
+            either = ordinary  # as all gates are then
+        elif self.windows.size <= _FEW:
+            either = any_gates
+        else:
+            parts = jnp.arange(len(self.windows), dtype=jnp.int32)
+            chunks = lambda c: self.prepare(c, *self.load_part(rows, c))
+            is_ordinary = jax.lax.map(lambda c: chunks(c).is_ordinary(), parts)
+        in_order = lambda i, carry: either(steps - 1 - i if backwards else i, carry)
+        return jax.lax.fori_loop(0, steps, in_order, carry)
+
+    def load_part(self, rows: Inputs, c: Int[Array, ""]):
+        """What `prepare` takes."""
+        g_gamma = _at(rows.g_gamma, self.parts.sequence[c])
+        return self.load(rows.tokens, c), g_gamma, rows.scale
 
     def in_time(self, array: Array) -> Array:
         return jnp.flip(array, axis=1) if self.reverse else array
@@ -286,16 +296,6 @@ class _Walk(NamedTuple):
             size,
             Product(self.precision, copied),
         )
-
-    def choose(self, function, chunks: Chunks, *operands):
-        """Without gates per channel all gates are ordinary; few tokens have little to factorise."""
-        ordinary = partial(function, effect_of_ordinary_gates)
-        any_gates = partial(function, effect_of_any_gates)
-        if chunks.gk is None and chunks.gv is None:
-            return ordinary(chunks, *operands)
-        if self.windows.size <= _FEW:
-            return any_gates(chunks, *operands)
-        return jax.lax.cond(chunks.is_ordinary(), ordinary, any_gates, chunks, *operands)
 
 
 def _at(arrays, index: Int[Array, ""]):
