@@ -20,10 +20,10 @@ from .base import AbstractMethod
 
 
 # How many chunks are worked on at once: enough to keep a device busy, few enough for the numbers of
-# their states to fit into a cache, beside everything else. Without gates there is less of that.
+# their states to fit into a cache, beside everything else. Gates per channel are more of that.
 _MOST_CHUNKS = 8
-_MOST_NUMBERS = 2**17
-_MOST_NUMBERS_UNGATED = 2**18
+_MOST_NUMBERS = 2**18
+_MOST_NUMBERS_CHANNELS = 2**17
 # Tokens of which no pair is worth a factorisation, nor the digits that gradients lose by it.
 _FEW = 4
 
@@ -199,10 +199,10 @@ class _Walk(NamedTuple):
         chunks = 1
         if cu_seqlens is None and isinstance(B, int):  # not so in `jax.export` of any batch
             state = math.prod(rows.initial_state.shape)
-            gates = any(x is not None for x in (rows.g, rows.g_gamma, rows.gk, rows.gv))
-            fit = max(1, _MOST_NUMBERS // state)
-            if not gates and state <= _MOST_NUMBERS_UNGATED:  # two pay, even if only one fits
-                fit = max(2, _MOST_NUMBERS_UNGATED // state)
+            if rows.gk is not None or rows.gv is not None:
+                fit = max(1, _MOST_NUMBERS_CHANNELS // state)
+            else:  # two pay, even if only one fits
+                fit = max(2 if state <= _MOST_NUMBERS else 1, _MOST_NUMBERS // state)
             # Chunks are unrolled. With gates of keys and of values, XLA would be at it for long.
             most = 2 if rows.gk is not None and rows.gv is not None else _MOST_CHUNKS
             most = min(most, fit, T // size)
