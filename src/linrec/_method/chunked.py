@@ -199,13 +199,14 @@ class _Walk(NamedTuple):
         chunks = 1
         if cu_seqlens is None and isinstance(B, int):  # not so in `jax.export` of any batch
             state = math.prod(rows.initial_state.shape)
-            if rows.gk is not None or rows.gv is not None:
-                fit = max(1, _MOST_NUMBERS_CHANNELS // state)
-            else:  # two pay, even if only one fits
-                fit = max(2 if state <= _MOST_NUMBERS else 1, _MOST_NUMBERS // state)
+            channels = (rows.gk is not None) + (rows.gv is not None)
+            numbers = _MOST_NUMBERS_CHANNELS if channels else _MOST_NUMBERS
+            fit = numbers // state
+            if fit == 1 and not channels:
+                fit = 2  # pay, even if only one fits
             # Chunks are unrolled. With gates of keys and of values, XLA would be at it for long.
-            most = 2 if rows.gk is not None and rows.gv is not None else _MOST_CHUNKS
-            most = min(most, fit, T // size)
+            most = 2 if channels == 2 else _MOST_CHUNKS
+            most = min(most, max(1, fit), T // size)
             parts = -(-T // (size * most))
             chunks = min(most, -(-T // (size * parts)))
         return _Walk(
