@@ -226,21 +226,21 @@ class _Walk(NamedTuple):
     def over_parts(self, function, carry, rows: Inputs, all_parts: bool, backwards: bool = False):
         """`function(effect, c, carry)` for one part `c` after the other, in time or back.
 
-        All of it is inside of a branch. What comes into one from outside, XLA copies.
+        All of it is inside of a branch: XLA would copy what is loaded before one.
         """
         steps = len(self.windows) if self.dense or all_parts else self.parts.used
         ordinary = partial(function, effect_of_ordinary_gates)
         any_gates = partial(function, effect_of_any_gates)
-        either = lambda c, carry: jax.lax.cond(is_ordinary[c], ordinary, any_gates, c, carry)
-        if rows.gk is None and rows.gv is None:
-            either = ordinary  # as all gates are then
+        if rows.gk is None and rows.gv is None:  # then all gates are ordinary
+            run = ordinary
         elif self.windows.size <= _FEW:
-            either = any_gates
+            run = any_gates
         else:
             parts = jnp.arange(len(self.windows), dtype=jnp.int32)
             chunks = lambda c: self.prepare(c, *self.load_part(rows, c))
             is_ordinary = jax.lax.map(lambda c: chunks(c).is_ordinary(), parts)
-        in_order = lambda i, carry: either(steps - 1 - i if backwards else i, carry)
+            run = lambda c, carry: jax.lax.cond(is_ordinary[c], ordinary, any_gates, c, carry)
+        in_order = lambda i, carry: run(steps - 1 - i if backwards else i, carry)
         return jax.lax.fori_loop(0, steps, in_order, carry)
 
     def load_part(self, rows: Inputs, c: Int[Array, ""]):
