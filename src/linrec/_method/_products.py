@@ -57,10 +57,10 @@ _product.defvjp(_product_forward, _product_backward)
 
 
 def in_registers(x: Float[Array, "*rows x"]) -> Float[Array, "*rows x"]:
-    """`x`, so that a CPU copies it by whole registers, before it is transposed.
+    """`x`, so that a CPU copies it by whole registers.
 
     Copies of rows of up to 64 numbers are unrolled by XLA, number by number. It does not unroll
-    products, so here is one, with a 1 that it does not know.
+    products, so here is one, with a 1 that it does not know. Longer rows do not suffer from it.
     """
     return x * jax.lax.optimization_barrier(jnp.ones((), x.dtype))
 
