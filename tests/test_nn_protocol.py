@@ -204,7 +204,7 @@ def test_the_normaliser_outgrows_float16():
     narrow = linrec.nn.LinearAttention(8, 1, dtype=jnp.float16, key=jax.random.key(0))
     exact = jax.tree.map(lambda x: x.astype(float) if eqx.is_inexact_array(x) else x, narrow)
     x = 20 * jax.random.normal(jax.random.key(1), (2000, 8), jnp.float16)
-    assert_close(run(narrow, x)[0].astype(float), run(exact, x.astype(float))[0], 1e-2)
+    assert_close(run(narrow, x)[0].astype(float), run(exact, x.astype(float))[0], 5e-3)
 
 
 @pytest.mark.parametrize("name", ["gated_linear_attention", "sliding_window_attention"])
